@@ -1,0 +1,1 @@
+"""mgrpo_jax: training teams of language models with M-GRPO in JAX."""
