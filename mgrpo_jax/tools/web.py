@@ -26,7 +26,9 @@ WEB_TEMPLATE_TOKENS: list[str] = [
   "missing link",
 ]
 
-_WEIGHTS = {"title": 3.0, "aliases": 2.0, "text": 1.0}  # a page's own name counts for more than a mention
+# A page that mentions a name may rank above the page of that name, as on the real web: hits must be read, and
+# the bare name of one country in 25 does not find it (a fuller query does).
+_WEIGHTS = {"title": 0.4, "aliases": 0.5, "text": 1.0}
 _MAX_QUERY_WORDS = 16
 _CANDIDATES = 64  # more than are shown, so that ties at the cut are broken by title, not by the index
 
