@@ -1,0 +1,187 @@
+"""Meshes and shardings of one agent: logical axis names on parameters, one table from those to mesh axes.
+
+A mesh shape is a dict, `{"data": 2, "fsdp": 1, "tensor": 4}`, and a rule table a dict from logical axis to the
+name of a mesh axis, a tuple of names, or None. Both are data and belong to an agent; nothing reads a global mesh.
+A rule that names an axis which the mesh lacks means: not split.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+# What each dimension of a parameter is, by the end of its path. Optimizer moments end in the same names.
+PARAM_AXES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+  (r"embedding", ("vocab", "embed")),
+  (r"lm_head", ("embed", "vocab")),
+  (r"shift", ("embed", None)),
+  (r"q_proj", ("embed", "heads", "head_dim")),
+  (r"[kv]_proj", ("embed", "kv_heads", "head_dim")),
+  (r"o_proj", ("heads", "head_dim", "embed")),
+  (r"gate_proj|up_proj", ("embed", "mlp")),
+  (r"down_proj", ("mlp", "embed")),
+  (r"\w*norm", (None,)),
+)
+
+# Batch rows and cache slots over "data" and "fsdp", weights over "fsdp" and "tensor".
+DEFAULT_RULES: dict[str, str | tuple[str, ...] | None] = {
+  "batch": ("data", "fsdp"),
+  "slots": ("data", "fsdp"),
+  "vocab": "tensor",
+  "embed": "fsdp",
+  "heads": "tensor",
+  "kv_heads": "tensor",
+  "head_dim": None,
+  "mlp": "tensor",
+}
+
+
+def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+  """A mesh of the first prod(shape) devices, with axes left to the compiler (AxisType.Auto).
+
+  Raises:
+    ValueError: too few devices, or a size below 1.
+  """
+  devices = list(jax.devices() if devices is None else devices)
+  need = _size(shape)
+  if need > len(devices):
+    raise ValueError(f"mesh {dict(shape)} needs {need} devices, there are {len(devices)}; make an axis smaller.")
+  return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape),
+                       devices=devices[:need])
+
+
+def partition_devices(devices: Sequence[jax.Device], shapes: Mapping[str, Mapping[str, int]]) -> dict[str, Mesh]:
+  """One mesh per agent: on devices of its own, in the order given, if there are enough; else all begin at the first.
+
+  Args:
+    shapes: agent name -> mesh shape.
+
+  Raises:
+    ValueError: one agent alone needs more devices than there are.
+  """
+  devices = list(devices)
+  enough = sum(_size(s) for s in shapes.values()) <= len(devices)
+  meshes, first = {}, 0
+  for agent, shape in shapes.items():
+    try:
+      meshes[agent] = make_mesh(shape, devices[first:])
+    except ValueError as error:
+      raise ValueError(f"agent {agent!r}: {error}") from None
+    first += _size(shape) if enough else 0
+  return meshes
+
+
+def param_shardings(tree, mesh: Mesh, rules: Mapping = DEFAULT_RULES):
+  """A NamedSharding for every leaf of a tree of parameters, or of optimizer state built on them.
+
+  Args:
+    tree: arrays or ShapeDtypeStructs, usually from `jax.eval_shape`. Scalars are replicated; every other leaf
+      must end in a name that PARAM_AXES knows.
+
+  Raises:
+    ValueError: a mesh axis does not divide a dimension, an unknown leaf, or rules that do not fit the mesh.
+  """
+  _check_rules(mesh, rules)
+
+  def one(path, leaf):
+    if leaf.ndim == 0:
+      return NamedSharding(mesh, PartitionSpec())
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    axes = logical_axes(name)
+    if len(axes) != leaf.ndim:
+      raise ValueError(f"parameter {name!r} has shape {leaf.shape}, but its axes are {axes}; fix PARAM_AXES.")
+    return NamedSharding(mesh, _spec(axes, leaf.shape, mesh, rules, f"parameter {name!r}"))
+
+  return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def logical_axes(path: str) -> tuple[str | None, ...]:
+  """The logical axes of the parameter at "layer_0/q_proj"."""
+  last = path.rsplit("/", 1)[-1]
+  for pattern, axes in PARAM_AXES:
+    if re.fullmatch(pattern, last):
+      return axes
+  raise ValueError(f"parameter {path!r} has no logical axes; add its name to PARAM_AXES in policy/sharding.py.")
+
+
+def init_sharded(model, key: jax.Array, mesh: Mesh, rules: Mapping = DEFAULT_RULES):
+  """`model.init(key)`, each parameter created in its place; no device ever holds a whole one that is split.
+
+  The numbers do not depend on the mesh.
+  """
+  shardings = param_shardings(jax.eval_shape(model.init, key), mesh, rules)
+  return jax.jit(model.init, out_shardings=shardings)(key)
+
+
+def place(tree, mesh: Mesh, rules: Mapping = DEFAULT_RULES):
+  """Copies parameters onto a mesh. The result shares no buffer with `tree`, which may be donated afterwards."""
+  return jax.device_put(tree, param_shardings(tree, mesh, rules), may_alias=False)
+
+
+def array_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, rules: Mapping = DEFAULT_RULES,
+                   what: str = "array") -> NamedSharding:
+  """Sharding of one array whose dimensions have the given logical names; ValueError as in `param_shardings`."""
+  return NamedSharding(mesh, _spec(axes, shape, mesh, rules, what))
+
+
+def shard_batch(batch, mesh: Mesh, rules: Mapping = DEFAULT_RULES):
+  """Puts a tree of host arrays on the mesh, the first dimension of each split as "batch" says (scalars copied)."""
+  def one(x):
+    x = np.asarray(x) if not isinstance(x, jax.Array) else x
+    axes = ("batch",) + (None,) * (x.ndim - 1) if x.ndim else ()
+    return jax.device_put(x, array_sharding(axes, x.shape, mesh, rules, "batch"))
+
+  return jax.tree.map(one, batch)
+
+
+def axis_size(logical: str, mesh: Mesh, rules: Mapping = DEFAULT_RULES) -> int:
+  """Into how many parts the table splits a logical axis on this mesh."""
+  return int(np.prod([mesh.shape[a] for a in _mesh_axes(logical, mesh, rules)], dtype=int))
+
+
+def _mesh_axes(logical, mesh, rules):
+  rule = rules.get(logical) if logical is not None else None
+  names = (rule,) if isinstance(rule, str) else (rule or ())
+  return tuple(n for n in names if n in mesh.shape)
+
+
+def _spec(axes, shape, mesh, rules, what):
+  entries, taken = [], set()
+  for i, (logical, size) in enumerate(zip(axes, shape, strict=True)):
+    names = _mesh_axes(logical, mesh, rules)
+    twice = taken.intersection(names)
+    if twice:
+      raise ValueError(f"{what}: the rules split two of its dimensions over mesh axis {twice.pop()!r}; "
+                       f"set one of {[a for a in axes if a]} to None.")
+    taken.update(names)
+    parts = axis_size(logical, mesh, rules)
+    if size % parts:
+      raise ValueError(f"{what} has shape {tuple(shape)}: its dimension {i} ({logical!r}, size {size}) does not "
+                       f"split over mesh axis {'x'.join(names)} of size {parts}; make the axis a divisor of "
+                       f"{size}, or set the rule {logical!r} to None.")
+    entries.append(names[0] if len(names) == 1 else (names or None))
+  while entries and entries[-1] is None:
+    entries.pop()
+  return PartitionSpec(*entries)
+
+
+def _check_rules(mesh, rules):
+  known = set(DEFAULT_RULES)
+  unknown = set(rules) - known
+  if unknown:
+    raise ValueError(f"sharding rules {sorted(unknown)} name no logical axis; there are {sorted(known)}.")
+  used = {a for logical in rules for a in _mesh_axes(logical, mesh, rules)}
+  idle = [a for a, n in mesh.shape.items() if n > 1 and a not in used]
+  if idle:
+    raise ValueError(f"no sharding rule uses mesh axis {idle[0]!r} of size {mesh.shape[idle[0]]}; "
+                     f"rename it to one of those in the rules {dict(rules)}, or add a rule.")
+
+
+def _size(shape: Mapping[str, int]) -> int:
+  if not shape or any(int(n) != n or n < 1 for n in shape.values()):
+    raise ValueError(f"mesh shape {dict(shape)} must name at least one axis, each of size 1 or more.")
+  return int(np.prod(list(shape.values())))
