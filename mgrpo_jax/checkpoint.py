@@ -45,7 +45,7 @@ class Checkpoints:
     import orbax.checkpoint as ocp
 
     if keep_last < 1 or keep_best < 0:
-      raise ValueError(f"checkpoints: keep_last must be >= 1 and keep_best >= 0, got {keep_last} and {keep_best}")
+      raise ValueError(f"checkpoints: need keep_last >= 1 and keep_best >= 0, got {keep_last} and {keep_best}")
     folder = os.fspath(folder)
     self.folder = folder if "://" in folder else os.path.abspath(folder)
     self.keep_last, self.keep_best, self.read_only = keep_last, keep_best, read_only
@@ -136,8 +136,8 @@ class Checkpoints:
     Args:
       step: which one; None is the latest.
       abstract: per agent, the tree's shape: leaves are ShapeDtypeStruct (with `sharding`; without one the
-        leaf goes to the first device) or arrays, whose shape, dtype and sharding are taken. It may name
-        fewer agents than were saved, and only part of an agent's top-level keys (`{"params": ...}`).
+        leaf is uncommitted on the default device) or arrays, whose shape, dtype and sharding are taken. It
+        may name fewer agents than were saved, and only some of an agent's top-level keys (`{"params": ...}`).
 
     Returns:
       ({name: tree of jax arrays}, host).
@@ -151,12 +151,19 @@ class Checkpoints:
     wanted, items = {}, {}
     for name, tree in abstract.items():
       if name not in record["manifest"]:
-        raise ValueError(f"checkpoint of step {step} in {self.folder} has no agent {name!r}, only {record['agents']}")
+        there = ", ".join(record["agents"])
+        raise ValueError(f"checkpoint of step {step} in {self.folder} has no agent {name!r}, only {there}")
       # a single reader of one part (say, evaluation reading params) need not build the optimizer's tree
       saved = _only_parts(record["manifest"][name], tree)
       wanted[name] = {k: _abstract_leaf(v) for k, v in flatten(tree).items()}
       check_manifest(f"checkpoint of step {step}, agent {name!r}", saved, wanted[name])
-      kept = {k: v for k, v in wanted[name].items() if math.prod(v.shape)}
+      # without a stated sharding the first device reads it, and `_place` makes it uncommitted afterwards
+      first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+      kept = {
+        k: v if v.sharding else jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=first)
+        for k, v in wanted[name].items()
+        if v.size
+      }
       if kept:
         partial = len(saved) < len(record["manifest"][name])
         items[name] = ocp.args.PyTreeRestore(
@@ -174,10 +181,7 @@ class Checkpoints:
     agents = {}
     for name, tree in abstract.items():
       leaves = dict(restored[name]) if name in items else {}
-      filled = [
-        leaves[k] if k in leaves else jax.device_put(np.zeros(v.shape, v.dtype), v.sharding)
-        for k, v in wanted[name].items()
-      ]
+      filled = [_place(leaves.get(k), v) for k, v in wanted[name].items()]
       agents[name] = jax.tree.unflatten(jax.tree.structure(tree), filled)
     return agents, self.restore_host(step)
 
@@ -259,7 +263,7 @@ def save_weights(path: str | os.PathLike, params: Any, metadata: Mapping | None 
   arrays = {}
   for name, value in _nested_items(params):
     if _dtype_name(value) not in ("float32", "float16", "bfloat16"):
-      raise ValueError(f"weights: {name} is {_dtype_name(value)}; only float32, float16 and bfloat16 are kept")
+      raise ValueError(f"weights: {name} is {_dtype_name(value)}; only float32, float16, bfloat16 are kept")
     # safetensors writes the memory as it lies: another layout would be saved scrambled, without an error
     arrays[name] = np.asarray(jax.device_get(value)).copy(order="C")
   text = json.dumps(metadata or {}, sort_keys=True)
@@ -272,7 +276,7 @@ def load_weights(path: str | os.PathLike, abstract: Any = None) -> tuple[dict, d
   Args:
     path: the .safetensors file.
     abstract: a nested dict to verify against; its leaves say shape, dtype and sharding, and the arrays come
-      back as jax arrays placed so. None: numpy arrays.
+      back as jax arrays placed so (uncommitted where no sharding is stated). None: numpy arrays.
 
   Returns:
     (params, metadata).
@@ -358,9 +362,16 @@ def _only_parts(manifest: Mapping[str, list], tree: Any) -> dict[str, list]:
 
 
 def _abstract_leaf(x: Any) -> jax.ShapeDtypeStruct:
-  sharding = getattr(x, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   dtype = x.dtype if hasattr(x, "dtype") else jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
-  return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
+  return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=getattr(x, "sharding", None))
+
+
+def _place(x: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+  """`x` (None: an array without elements) as jax wants it; already on its devices if they were stated."""
+  if x is not None and wanted.sharding is not None:
+    return x
+  x = np.zeros(wanted.shape, wanted.dtype) if x is None else np.asarray(x)
+  return jax.device_put(x, wanted.sharding)
 
 
 def _array(x: Any, where: str) -> Any:
@@ -386,7 +397,8 @@ def _dtype_name(x: Any) -> str:
 def _nested_items(tree: Any, prefix: str = ""):
   if not isinstance(tree, Mapping):
     if not prefix or not hasattr(tree, "shape"):
-      raise ValueError(f"weights: {prefix[:-1] or 'the tree'} is a {type(tree).__name__}, not an array or a dict")
+      where = prefix[:-1] or "the tree"
+      raise ValueError(f"weights: {where} is a {type(tree).__name__}, not an array or a dict")
     yield prefix[:-1], tree
     return
   for key in sorted(tree):

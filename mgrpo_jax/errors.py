@@ -121,7 +121,8 @@ def _disk_full_sentence(e: BaseException) -> str:
     quoted = re.search(r"[\"'`](/[^\"'`]+)[\"'`]", str(e))
     path = quoted.group(1) if quoted else os.getcwd()
   path = os.fsdecode(path)
-  return f"no disk space left for {path!r} ({free_mb(path):.0f} MB free); free some and run the same command again"
+  free = f"{free_mb(path):.0f} MB free"
+  return f"no disk space left for {path!r} ({free}); free some and run the same command again"
 
 
 def free_mb(path: str | os.PathLike) -> float:

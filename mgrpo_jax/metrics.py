@@ -1,7 +1,8 @@
 """Numbers of a run: JSONL always, TensorBoard beside it; phase times, compilations, progress.
 
-A row of `metrics.jsonl` is one flat JSON object with slash names: {"step": 3, "time": 1234.5, "train/loss": 0.2}.
-A value that is not finite is written as null with a note {"nan/train/loss": "nan"}, so every line is valid JSON.
+A row of `metrics.jsonl` is one flat JSON object with slash names:
+{"step": 3, "time": 1234.5, "train/loss": 0.2}. A value that is not finite is written as null with a note
+{"nan/train/loss": "nan"}, so every line is valid JSON.
 """
 
 from __future__ import annotations
@@ -258,11 +259,14 @@ class Progress:
   def _line(self) -> None:
     now = self._clock()
     done, spent = self.n - self._initial, now - self._start
-    left = f", {_duration((self.total - self.n) * spent / done)} left" if 0 < done and self.n < self.total else ""
-    share = f" ({100 * self.n / self.total:.0f} %)" if self.total else ""
-    values = "".join(f" {k}={v}" for k, v in _shown(self._values).items())
-    name = f"{self.description}: " if self.description else ""
-    print(f"{name}{self.n}/{self.total}{share} {_duration(spent)}{left}{values}", file=self._stream, flush=True)
+    text = f"{self.description}: " if self.description else ""
+    text += f"{self.n}/{self.total}"
+    text += f" ({100 * self.n / self.total:.0f} %)" if self.total else ""
+    text += f" {_duration(spent)}"
+    if 0 < done and self.n < self.total:
+      text += f", {_duration((self.total - self.n) * spent / done)} left"
+    text += "".join(f" {k}={v}" for k, v in _shown(self._values).items())
+    print(text, file=self._stream, flush=True)
     self._last_n, self._last_time = self.n, now
 
 

@@ -85,10 +85,12 @@ class RunFolder:
       resumed = (path / CONFIG).exists()
       if resumed:
         if not may_exist:
-          raise UserError(f"run folder {str(path)!r} already holds a run; choose another run_dir or remove it")
+          raise UserError(f"run folder {str(path)!r} already holds a run; choose another run_dir")
         _compare(path, config, ignore)
       if (free := free_mb(path)) < min_free_mb:
-        raise UserError(f"only {free:.0f} MB free for run folder {str(path)!r}, at least {min_free_mb:.0f} MB are needed")
+        raise UserError(
+          f"only {free:.0f} MB free for run folder {str(path)!r}, at least {min_free_mb:.0f} MB are needed"
+        )
       write_json(path / CONFIG, config)
       for name in (ROLLOUTS, CHECKPOINTS):
         (path / name).mkdir(exist_ok=True)
@@ -199,7 +201,8 @@ def _plain(value, key: str):
     return os.fspath(value)
   if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a numpy scalar
     return value.item()
-  raise UserError(f"config key {key!r} holds a {type(value).__name__}, which cannot be kept in {CONFIG}; use a number, text or list")
+  kind = type(value).__name__
+  raise UserError(f"config key {key!r} holds a {kind}, which {CONFIG} cannot keep; use a number, text or list")
 
 
 def _flat(config: Mapping, prefix: str = "") -> dict:
@@ -245,11 +248,13 @@ def _take_lock(path: pathlib.Path) -> int | None:
       holder = f.read().split()
     pid, host = holder if len(holder) == 2 else ("?", "?")
     raise UserError(
-      f"run folder {str(path)!r} is in use by process {pid} on host {host}; wait for it, stop it, or choose another run_dir"
+      f"run folder {str(path)!r} is in use by process {pid} on host {host}; "
+      "wait for it, stop it, or choose another run_dir"
     ) from e
   except OSError as e:
     os.close(fd)
-    print(f"warning: {str(path)!r} cannot be locked ({e.strerror}); see that no other run uses it", file=sys.stderr)
+    note = f"warning: {str(path)!r} cannot be locked ({e.strerror}); see that no other run uses it"
+    print(note, file=sys.stderr)
     return None
   os.ftruncate(fd, 0)
   os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)

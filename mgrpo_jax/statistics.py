@@ -66,7 +66,8 @@ def pooled_seeds(pairs: Sequence, *, samples: int = 10000, seed: int = 0) -> tup
     raise ValueError("pooled_seeds: no seeds given")
   rows = [_paired(a, b) for a, b in pairs]
   if len({len(r) for r in rows}) > 1:
-    raise ValueError(f"pooled_seeds: seeds must be scored on the same questions, got counts {[len(r) for r in rows]}")
+    counts = [len(r) for r in rows]
+    raise ValueError(f"pooled_seeds: seeds must be scored on the same questions, got counts {counts}")
   d = np.stack(rows)  # [seeds, n]
   seeds, n = d.shape
   rng = np.random.default_rng(seed)
@@ -104,7 +105,9 @@ def avg_at_k(correct, total, k: int):
 def _paired(a, b) -> np.ndarray:
   a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
   if a.ndim != 1 or a.shape != b.shape or a.size == 0:
-    raise ValueError(f"paired outcomes must be two non-empty vectors of one length, got shapes {a.shape} and {b.shape}")
+    raise ValueError(
+      f"paired outcomes must be two non-empty vectors of one length, got shapes {a.shape} and {b.shape}"
+    )
   if not (np.isfinite(a).all() and np.isfinite(b).all()):
     raise ValueError("paired outcomes must be finite; count a failed question as wrong")
   return a - b
@@ -113,7 +116,7 @@ def _paired(a, b) -> np.ndarray:
 def _attempts(correct, total, k: int) -> tuple[np.ndarray, np.ndarray]:
   correct, total = np.broadcast_arrays(np.asarray(correct), np.asarray(total))
   if k < 1 or (total < k).any():
-    raise ValueError(f"k={k} needs at least 1 and at most as many attempts as each question has (fewest: {total.min()})")
+    raise ValueError(f"k={k} must lie between 1 and the attempts of each question (fewest: {total.min()})")
   if (correct < 0).any() or (correct > total).any():
     raise ValueError("the count of right attempts must lie between 0 and the count of attempts")
   return correct.astype(np.float64), total.astype(np.float64)
