@@ -229,6 +229,15 @@ def run_rollouts(agents: dict[str, AgentRuntime], jobs: Iterable[Job], *, main: 
   return _Driver(agents, main, stand_ins or {}, tool_threads, tool_deadline, progress).run(list(jobs))
 
 
+def _call_now(function, *args) -> concurrent.futures.Future:
+  future: concurrent.futures.Future = concurrent.futures.Future()
+  try:
+    future.set_result(function(*args))
+  except Exception as error:
+    future.set_exception(error)
+  return future
+
+
 class _Driver:
   """The one thread that steps all engines and resumes all trajectories."""
 
@@ -293,10 +302,8 @@ class _Driver:
       task.turns += 1
       self.waiting[(id(engine), engine.submit(request))] = task
     elif isinstance(need, ToolCall):
-      if self.pool is None:
-        self.ready.append((task, task.session.call(need.name, need.arguments)))
-      else:
-        self.tools.append((task, self.pool.submit(task.session.call, need.name, need.arguments)))
+      future = _call_now if self.pool is None else self.pool.submit
+      self.tools.append((task, future(task.session.call, need.name, need.arguments)))
     else:
       self._delegate(task, need)
 

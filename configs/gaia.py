@@ -1,0 +1,27 @@
+"""Two agents learn together: a main agent that plans and a search agent that reads a small web.
+
+    python launch/train.py --config=configs/gaia.py
+
+Without GAIA's files (its terms forbid shipping them) the questions come from `atlas`, a small web about real
+countries, cities and peaks, in GAIA's format. `--config.task.path=.../metadata.jsonl` reads the real ones.
+
+Arguments: `:smoke` (a minute, for tests), `:long` (how far it goes).
+"""
+
+from mgrpo_jax.config import agent_config, base_config, shrink
+
+
+def get_config(arg=None):
+  c = base_config()
+  c.run_dir = "runs/gaia"
+  c.agents.main = agent_config(delegates=("search",), demonstrations="main")
+  c.agents.search = agent_config(tools=("search", "visit"), demonstrations="search", expert="atlas_oracle")
+  if arg == "long":
+    c.run_dir = "runs/gaia-long"
+    c.method.queries, c.train.steps = 16, 300
+  elif arg == "smoke":
+    c.run_dir = "runs/gaia-smoke"
+    shrink(c)
+  elif arg:
+    raise ValueError(f"configs/gaia.py knows :smoke and :long, not {arg!r}")
+  return c.lock()

@@ -1,0 +1,163 @@
+"""One agent, built from its part of the config: model, mesh, sampling engine, train state, update.
+
+Nothing here knows of another agent; they meet in `loop.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mgrpo_jax import checkpoint, learner, warm_start
+from mgrpo_jax.errors import UserError
+from mgrpo_jax.method import alignment
+from mgrpo_jax.policy import sharding, transformer
+from mgrpo_jax.rollout import controller, engine
+from mgrpo_jax.tasks import atlas, atlas_demos
+from mgrpo_jax.tools import web
+from mgrpo_jax.trajectory import Trajectory, Turn
+
+
+@dataclasses.dataclass
+class Agent:
+  """What the loops hold of one agent.
+
+  Attributes:
+    name, config: its name and its part of the config.
+    model: the pure functions of its policy.
+    mesh: its devices.
+    engine: samples with the weights of `version`.
+    runtime: how its trajectories are run (prompt, tools, budgets).
+    state: {"params", "opt_state", "step"}.
+    version: number of finished steps (a frozen agent counts as current).
+    options, fns: its loss and its compiled update.
+    warm: host copy of the parameters it started from.
+    reference: those parameters on the mesh, when a KL term needs them.
+  """
+
+  name: str
+  config: Any
+  model: transformer.Transformer
+  mesh: jax.sharding.Mesh
+  engine: engine.LocalEngine
+  runtime: controller.AgentRuntime
+  options: learner.LossOptions
+  fns: learner.UpdateFns
+  state: learner.State
+  version: int = 0
+  warm: Any = None
+  reference: Any = None
+
+  @property
+  def trainable(self) -> bool:
+    return self.config.trainable
+
+  def place(self, batch: dict) -> dict:
+    """A host batch on the agent's mesh, rows over its data axis."""
+    return sharding.shard_batch(batch, self.mesh)
+
+  def publish(self, version: int) -> None:
+    """Give the current parameters to the engine as this version."""
+    self.version = version
+    self.engine.set_weights(self.state["params"], version)
+
+  def with_weights(self, params) -> None:
+    """Let the engine sample with other parameters (for evaluations); `publish` ends it."""
+    self.engine.set_weights(params, self.version)
+
+  def warm_up(self, rows: int, length: int) -> None:
+    """Compile everything that a step runs, so that no later step compiles anything."""
+    self.engine.warm_up()
+    if not self.trainable:
+      return
+    blank = Trajectory(self.name, "", 0, turns=[Turn(*(np.zeros(n, np.int32) for n in (2, 0, 0, 0)))])
+    batch = self.place(next(alignment.emit_batches([blank], [0.0], [1.0], rows=rows, length=length)))
+    extra = {}
+    if self.options.proximal or self.options.kl_coef:
+      lp = self.fns.logprobs(self.state["params"], batch)
+      extra = {"proximal_logprobs": lp} if self.options.proximal else {}
+      extra |= {"ref_logprobs": lp} if self.options.kl_coef else {}
+    learner.update(jax.tree.map(jnp.copy, self.state), [{**batch, **extra}], self.fns, 1.0)
+
+
+def build_meshes(config, devices) -> dict[str, jax.sharding.Mesh]:
+  """One mesh per agent: disjoint devices if there are enough, else shared."""
+  shapes = {name: a.mesh.to_dict() for name, a in config.agents.items()}
+  try:
+    return sharding.partition_devices(devices, shapes)
+  except ValueError as error:
+    raise UserError(f"config.agents.<name>.mesh: {error}") from error
+
+
+def build(name: str, config, mesh, tokenizer, *, tools=None, progress=None) -> Agent:
+  """One agent with its warm-started parameters.
+
+  Args:
+    config: the whole config.
+    tools: makes a tool session from a seed, or None.
+    progress: called as progress(total, text) -> callable(step, loss) while a warm start is trained.
+  """
+  a = config.agents[name]
+  model = transformer.Transformer(transformer.ModelConfig(vocab_size=tokenizer.vocab_size, **a.model.to_dict()))
+  optimizer = learner.make_optimizer(**a.optimizer.to_dict())
+  options = learner.LossOptions(temperature=float(config.rollout.temperature), **config.method.loss.to_dict())
+  fns = learner.make_update(model, optimizer, options, chunk=config.train.logprob_chunk)
+  params = _initial_params(name, config, model, mesh, tokenizer, progress)
+  warm = jax.device_get(params)
+  r = config.rollout
+  shapes = engine.EngineConfig(tokenizer.control("<|end|>"), slots=r.slots, max_length=a.limits.context,
+                               prefill_rows=r.prefill_rows, buckets=tuple(r.prefill_buckets), decode_chunk=r.decode_chunk)
+  sampler = engine.LocalEngine(model, params, shapes, mesh=mesh)
+  runtime = controller.AgentRuntime(
+    name, sampler, tokenizer, controller.Limits(**a.limits.to_dict()), tools=tools if a.tools else None,
+    tool_names=tuple(a.tools), delegates=tuple(a.delegates), system=a.prompt, thinking=r.thinking)
+  reference = sharding.place(warm, mesh) if options.kl_coef else None
+  state = learner.init_state(params, optimizer)
+  return Agent(name, a, model, mesh, sampler, runtime, options, fns, state, warm=warm, reference=reference)
+
+
+def _initial_params(name: str, config, model, mesh, tokenizer, progress):
+  """Parameters to start from, on the agent's mesh: shipped, cached, trained now, or fresh."""
+  a, how = config.agents[name], config.train.warm_start
+  try:
+    fresh = sharding.init_sharded(model, jax.random.key(a.warm_start.seed), mesh)
+  except ValueError as error:
+    raise UserError(f"config.agents.{name}: {error}") from error
+  if how == "none":
+    return fresh
+  w = a.warm_start
+  settings = warm_start.Settings(w.steps, w.batch, w.learning_rate, w.warmup_updates, w.permute, w.count, w.seed)
+  key = warm_start.content_hash(model.config, tokenizer.fingerprint, demonstrations(name, config, PROBE), settings)
+  path = None if how == "rebuild" else warm_start.find(key)
+  if path is not None:
+    loaded, _ = checkpoint.load_weights(path, jax.eval_shape(lambda: fresh))
+    return sharding.place(loaded, mesh)
+  report = progress(w.steps, f"warm start of {name}") if progress else None
+  params, loss = warm_start.train(model, fresh, tokenizer, demonstrations(name, config, w.count), settings, system=a.prompt,
+                                  report=report, place=lambda b: sharding.shard_batch(b, mesh))
+  if not np.isfinite(loss):
+    raise UserError(f"the warm start of {name} diverged (loss {loss}); lower config.agents.{name}.warm_start.learning_rate")
+  warm_start.save(warm_start.cache_folder() / f"{key}.safetensors", params,
+                  {"agent": name, "loss": f"{loss:.4f}", "steps": str(w.steps)})
+  return params
+
+
+# So many demonstrations stand for all of them in the hash that names a warm start: making all takes long.
+PROBE = 128
+
+
+def demonstrations(name: str, config, count: int) -> list[atlas_demos.Demonstration]:
+  """The first `count` scripted demonstrations of an agent, as its config mixes them."""
+  w, pages = config.agents[name].warm_start, atlas.Atlas.load()
+  flaws = w.flaws.to_dict()
+  browse = functools.partial(web.Browser, web.LocalWeb(pages.pages))
+  if w.demonstrations == "main":
+    sub = config.agents[name].delegates[0]
+    return list(atlas_demos.main_demonstrations(pages, count, w.seed, flaws=flaws, agent=sub))
+  make = {"search": atlas_demos.search_demonstrations, "single": atlas_demos.single_demonstrations}[w.demonstrations]
+  return list(make(pages, browse, count, w.seed, flaws=flaws))

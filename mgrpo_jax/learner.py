@@ -1,0 +1,171 @@
+"""Train state and update of one agent: plain pytrees and jitted functions.
+
+    state = {"params", "opt_state", "step"};  update(state, batches, ...) -> (state, metrics)
+
+An optimizer update may take several micro-batches. Their losses are divided by the normaliser of the whole
+update (DESIGN decision 7), so gradients simply add up and nothing depends on how the rows were split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mgrpo_jax.method import loss as loss_lib
+from mgrpo_jax.policy import logprobs as logprobs_lib
+
+State = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOptions:
+  """Static options of the loss; names and meanings are those of `method.loss.clipped_ratio_loss`."""
+
+  clip_low: float = 0.2
+  clip_high: float = 0.28
+  ratio: str = "token"
+  aggregate: str = "seq-mean-token-mean"
+  dual_clip: float | None = None
+  proximal: bool = False
+  importance_cap: float | None = None
+  kl_coef: float = 0.0
+  kl: str = "k3"
+  entropy_coef: float = 0.0
+  norm_length: int | None = None
+  temperature: float = 1.0
+
+
+def make_optimizer(*, learning_rate: float, warmup_updates: int = 0, decay_updates: int = 0, b1: float = 0.9, b2: float = 0.98, eps: float = 1e-8,
+                   weight_decay: float = 0.0, clip_norm: float = 0.5) -> optax.GradientTransformation:
+  """AdamW with gradient clipping and a linear warm-up; matrices alone get weight decay.
+
+  Args:
+    decay_updates: 0 keeps the rate constant after the warm-up; else a cosine to a tenth of it over so many updates.
+  """
+  rate = learning_rate
+  if decay_updates:
+    rate = optax.warmup_cosine_decay_schedule(learning_rate / max(warmup_updates, 1), learning_rate, warmup_updates,
+                                              max(decay_updates, warmup_updates + 1), learning_rate / 10)
+  elif warmup_updates:
+    # update 0 already moves: the ramp is (n + 1) / warmup
+    rate = optax.linear_schedule(learning_rate / warmup_updates, learning_rate, max(warmup_updates - 1, 1))
+  decay_mask = functools.partial(jax.tree.map, lambda p: p.ndim > 1)
+  return optax.chain(optax.clip_by_global_norm(clip_norm),
+                     optax.adamw(rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask))
+
+
+def init_state(params, optimizer: optax.GradientTransformation) -> State:
+  """Train state around parameters; moments are created with the parameters' shardings."""
+  shardings = jax.tree.map(lambda p: p.sharding, params)
+  replicated = jax.tree.leaves(shardings)[0].mesh if hasattr(jax.tree.leaves(shardings)[0], "mesh") else None
+  opt_state = jax.jit(optimizer.init)(params)
+  if replicated is not None:
+    opt_state = _like_params(opt_state, shardings, replicated)
+  return {"params": params, "opt_state": opt_state, "step": jnp.zeros((), jnp.int32)}
+
+
+def _like_params(opt_state, shardings, mesh):
+  """Moments live where their parameters live; counters are replicated."""
+  plain = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  return optax.tree.map_params(lambda _: opt_state, lambda leaf, s: jax.device_put(leaf, s), opt_state, shardings,
+                               transform_non_params=lambda leaf: jax.device_put(leaf, plain))
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateFns:
+  """The compiled pieces of an update (see `make_update`).
+
+  Attributes:
+    gradients: (params, (grads, loss) so far, batch, normalizer) -> ((grads, loss), sums): adds one micro-batch.
+    apply: (state, (grads, loss)) -> (state, info): one optimizer step; a non-finite loss or gradient changes nothing.
+    logprobs: (params, batch) -> f32[B, T], for proximal and reference policies.
+    zeros: params -> (zero gradients, zero loss).
+  """
+
+  gradients: Callable
+  apply: Callable
+  logprobs: Callable
+  zeros: Callable
+
+
+def make_update(model, optimizer: optax.GradientTransformation, options: LossOptions, *, supervised: bool = False,
+                chunk: int = 64) -> UpdateFns:
+  """Compile the update of one agent.
+
+  Args:
+    model: the policy's model (static).
+    supervised: maximise the log-likelihood of the masked tokens instead (the warm start); the batch then needs no
+      advantages, and `weights` weigh the sequences.
+    chunk: positions per chunk of the log-probability computation (never a full [B, T, V]).
+  """
+
+  def batch_logprobs(params, batch):
+    return logprobs_lib.token_logprobs(model, params, batch["tokens"], batch["positions"], batch["segment_ids"],
+                                       temperature=options.temperature, chunk=chunk)
+
+  def batch_loss(params, batch, normalizer):
+    lp, entropy = batch_logprobs(params, batch)
+    shared = dict(segment_ids=batch["segment_ids"], aggregate=options.aggregate, normalizer=normalizer,
+                  norm_length=options.norm_length)
+    if supervised:
+      return -loss_lib.masked_aggregate(lp, batch["mask"], batch["weights"], **shared), {}
+    value, metrics = loss_lib.clipped_ratio_loss(
+      lp, batch["behavior_logprobs"], batch["advantages"], batch["mask"], batch["weights"],
+      clip_low=options.clip_low, clip_high=options.clip_high, ratio=options.ratio, dual_clip=options.dual_clip,
+      proximal_logprobs=batch.get("proximal_logprobs"), importance_cap=options.importance_cap,
+      ref_logprobs=batch.get("ref_logprobs"), kl_coef=options.kl_coef, kl=options.kl, **shared)
+    if options.entropy_coef:
+      value -= options.entropy_coef * loss_lib.masked_aggregate(entropy, batch["mask"], batch["weights"], **shared)
+    seen = batch["mask"] & (jnp.append(batch["weights"], 0.0)[batch["segment_ids"]] > 0)
+    count = jnp.sum(seen)
+    metrics = dict(metrics, entropy=(jnp.sum(jnp.where(seen, jax.lax.stop_gradient(entropy), 0.0)), count))
+    return value, metrics
+
+  @functools.partial(jax.jit, donate_argnums=1)
+  def gradients(params, so_far, batch, normalizer):
+    (value, metrics), grads = jax.value_and_grad(batch_loss, has_aux=True)(params, batch, normalizer)
+    return jax.tree.map(jnp.add, so_far, (grads, value)), metrics
+
+  @functools.partial(jax.jit, donate_argnums=0)
+  def apply(state, total):
+    grads, loss = total
+    norm = optax.global_norm(grads)
+    good = jnp.isfinite(norm) & jnp.isfinite(loss)
+    updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+    new = {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state, "step": state["step"] + 1}
+    # select, so that a skipped update leaves parameters, moments and counters exactly as they were
+    return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, state), {"loss": loss, "grad_norm": norm, "finite": good}
+
+  return UpdateFns(gradients, apply, jax.jit(lambda params, batch: batch_logprobs(params, batch)[0]),
+                   jax.jit(lambda params: (jax.tree.map(jnp.zeros_like, params), jnp.zeros(()))))
+
+
+def update(state: State, batches: Sequence[dict], fns: UpdateFns, normalizer: float) -> tuple[State, dict]:
+  """One optimizer update from micro-batches of one fixed shape.
+
+  Args:
+    batches: dicts of arrays as `method.alignment.emit_batches` yields them (already on the agent's mesh or host).
+    normalizer: the divisor of the whole update (`method.loss.loss_normalizer` over all its rows).
+
+  Returns:
+    (state, metrics): metrics are (sum, count) pairs over all micro-batches, except `loss` and `grad_norm` (floats)
+    and `finite`. With no batch the state comes back as it was.
+  """
+  if not batches:
+    return state, {}
+  total, sums = fns.zeros(state["params"]), []
+  divisor = np.float32(normalizer)
+  for batch in batches:
+    total, metrics = fns.gradients(state["params"], total, batch, divisor)
+    sums.append(metrics)
+  state, info = fns.apply(state, total)
+  sums, info = jax.device_get((sums, info))
+  pairs = {k: tuple(float(sum(m[k][i] for m in sums)) for i in (0, 1)) for k in sums[0]}
+  return state, {**pairs, "loss": float(info["loss"]), "grad_norm": float(info["grad_norm"]), "finite": bool(info["finite"])}
