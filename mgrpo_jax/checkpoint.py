@@ -30,7 +30,7 @@ class Checkpoints:
   """The checkpoints of one run, newest and best kept. Saves are synchronous: once `save` returns, it stands.
 
   Orbax writes into a temporary folder and renames it, so a process killed at any instant leaves either the
-  whole new checkpoint or only the older ones; leftovers are removed at the next start.
+  whole new checkpoint or only the older ones; leftovers are gone by the next save.
 
   Args:
     folder: where step folders are kept (a local path, or gs://).

@@ -138,7 +138,13 @@ def _parse_flags(argv):
   from absl import flags
 
   try:
-    return flags.FLAGS(argv)
+    rest = flags.FLAGS(argv)
+    for name in flags.FLAGS:
+      getattr(flags.FLAGS[name].value, "keys", None)  # a config file that failed to load says so only now
+    return rest
+  except OSError as e:
+    absent = re.search(r"\[Errno 2\][^\n]*: '([^'\n]*)'", str(e))
+    raise UserError(f"no config file at {absent.group(1)!r}" if absent else one_line(e)) from e
   except flags.Error as e:
     raise UserError(one_line(e)) from e
   except (AttributeError, KeyError, TypeError, ValueError) as e:

@@ -270,7 +270,10 @@ def check_after_kills(folder, kills, seed):
         assert host == {"step": step}
         for leaf in jax.tree.leaves(agents):
           assert (np.asarray(leaf) == step).all()
-      assert all(n.startswith("step_") and "tmp" not in n for n in os.listdir(folder))  # swept
+      next_step = c.latest_step() + 1
+      arrays = jax.tree.map(lambda x, n=next_step: np.full_like(x, n), shape)
+      c.save(next_step, {"main": arrays, "search": arrays}, {"step": next_step})
+      assert all(n.startswith("step_") and "tmp" not in n for n in os.listdir(folder))  # swept by then
 
 
 def test_a_save_killed_at_any_instant_leaves_only_whole_checkpoints(tmp_path):
@@ -289,8 +292,10 @@ def test_half_written_and_half_removed_checkpoints_are_never_the_latest(tmp_path
     (tmp_path / name / "main").mkdir(parents=True)
     (tmp_path / name / "main" / "data").write_text("half")
   with Checkpoints(tmp_path) as c:
-    assert c.steps() == [1]
-    assert sorted(os.listdir(tmp_path)) == ["step_00000001"]
+    assert c.steps() == [1] and c.latest_step() == 1
+    c.save(2, small(2), {})
+    assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000002"]
+    assert c.restore(2, small(0))[0]["main"]["params"]["w"][0] == 2
 
 
 def test_a_damaged_checkpoint_is_named_with_what_else_there_is(tmp_path):

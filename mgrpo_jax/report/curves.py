@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pathlib
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mgrpo_jax.metrics import read_metrics
+from mgrpo_jax.run_folder import write_bytes
 from mgrpo_jax.statistics import wilson_interval
 
 ACCURACY = "eval/validation/accuracy"
@@ -64,9 +66,9 @@ def learning_curve(
     figure.suptitle(title, fontsize=12.5, color=_INK, x=0.012, ha="left", fontweight="bold")
   output_png = pathlib.Path(output_png)
   output_png.parent.mkdir(parents=True, exist_ok=True)
-  temp = output_png.with_name(f".{output_png.stem}.{os.getpid()}.tmp.png")
-  figure.savefig(temp)
-  os.replace(temp, output_png)
+  picture = io.BytesIO()
+  figure.savefig(picture, format="png")
+  write_bytes(output_png, picture.getvalue())
   return output_png
 
 
