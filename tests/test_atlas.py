@@ -84,8 +84,8 @@ def test_changing_a_served_byte_changes_the_answer():
 
 def test_known_facts_stand_on_their_pages():
   assert ATLAS.pages["algeria"].text == (
-    "algeria\ncapital: [1] algiers\nborders: [2] morocco 1941 [3] mali 1359\ncurrency: dzd\nlanguage: arabic\n"
-    "region: africa\nhighest point: [4] tahat\ndomain: dz"
+    "algeria\ncapital: [1] algiers\nborders: [2] morocco 1941 [3] mali 1359\ncurrency: dzd\n"
+    "language: arabic\nregion: africa\nhighest point: [4] tahat\ndomain: dz"
   )
   assert ATLAS.pages["algeria"].links == ("algiers", "morocco", "mali", "tahat")
   assert ATLAS.pages["oran"].text == "oran\ncountry: [1] algeria"
@@ -168,8 +168,10 @@ def test_names_for_the_tokenizer_come_from_the_pages_of_one_split():
     ("What is the capital of algeria?", (("capital",), "algeria")),
     ("the capital of algeria", (("capital",), "algeria")),
     ("  THE  Capital of ALGERIA ? ", (("capital",), "algeria")),
-    ("the domain of the longest-border neighbour of the country of oran",
-     (("domain", "borders", "country"), "oran")),
+    (
+      "the domain of the longest-border neighbour of the country of oran",
+      (("domain", "borders", "country"), "oran"),
+    ),
     ("the height of the highest point of chad", (("height", "highest point"), "chad")),
     ("algeria", None),
     ("the capital of ", None),
@@ -181,13 +183,14 @@ def test_names_for_the_tokenizer_come_from_the_pages_of_one_split():
     ("the capital of algeria!", None),
     ("the capital of cote d'ivoire", None),
   ],
-)  # fmt: skip
+)
 def test_parse_chain(text, chain):
   assert parse_chain(text) == chain
 
 
 chains = st.tuples(
-  st.lists(st.sampled_from(sorted(PHRASES)), min_size=1, max_size=4).map(tuple), st.sampled_from(sorted(ATLAS.pages))
+  st.lists(st.sampled_from(sorted(PHRASES)), min_size=1, max_size=4).map(tuple),
+  st.sampled_from(sorted(ATLAS.pages)),
 )
 
 
@@ -198,7 +201,11 @@ def test_parse_chain_reads_back_what_render_chain_writes(chain):
   assert parse_chain(f"What is {render_chain(*chain)}?") == chain
 
 
-@given(st.one_of(st.text(), st.lists(st.sampled_from([*PHRASES.values(), "algeria", "oran", "?", " "])).map("".join)))
+@given(
+  st.one_of(
+    st.text(), st.lists(st.sampled_from([*PHRASES.values(), "algeria", "oran", "?", " "])).map("".join)
+  )
+)
 @settings(max_examples=300, deadline=None)
 def test_answer_never_raises_and_is_none_or_texts(text):
   answer = ATLAS.answer(text)
@@ -212,8 +219,14 @@ def test_answers_of_subquestions():
   assert ATLAS.answer("the capital of turkiye") == ("ankara",)
   assert ATLAS.answer("the capital of ukraine") == ("kyiv", "kiev")
   assert ATLAS.answer("the language of spain") == ("castilian spanish", "spanish")
-  for garbled in ("the capital of oran", "the country of algeria", "the height of oran", "the capital of atlantis",
-                  "the capital of the currency of algeria", "the capital of the capital of algeria"):  # fmt: skip
+  for garbled in (
+    "the capital of oran",
+    "the country of algeria",
+    "the height of oran",
+    "the capital of atlantis",
+    "the capital of the currency of algeria",
+    "the capital of the capital of algeria",
+  ):
     assert ATLAS.answer(garbled) is None
 
 
@@ -247,12 +260,16 @@ def test_countries_are_split_in_the_stated_shares_over_regions():
     assert abs(len(countries) / total - share) < 0.03
     assert len({ATLAS.regions[c] for c in countries}) >= 7
     for region in ("africa", "europe"):  # the two big ones
-      of_region = sum(ATLAS.regions[c] == region for c in countries) / list(ATLAS.regions.values()).count(region)
+      of_region = sum(ATLAS.regions[c] == region for c in countries) / list(ATLAS.regions.values()).count(
+        region
+      )
       assert abs(of_region - share) < 0.12
 
 
 def test_there_are_enough_questions_a_third_of_each_hop():
-  assert len(QUESTIONS["test"]) >= 384 and len(QUESTIONS["validation"]) >= 192 and len(QUESTIONS["train"]) >= 3000
+  assert (
+    len(QUESTIONS["test"]) >= 384 and len(QUESTIONS["validation"]) >= 192 and len(QUESTIONS["train"]) >= 3000
+  )
   for questions in QUESTIONS.values():
     levels = collections.Counter(q.level for q in questions)
     assert levels["1"] == levels["2"] == levels["3"] == len(questions) // 3
@@ -318,7 +335,9 @@ def test_the_world_is_the_same_in_another_process():
   here = hashlib.sha256("\n".join(texts).encode()).hexdigest()
   for seed in ("1", "2"):
     env = {**os.environ, "PYTHONHASHSEED": seed}
-    there = subprocess.run([sys.executable, "-c", FINGERPRINT], env=env, capture_output=True, text=True, check=True)
+    there = subprocess.run(
+      [sys.executable, "-c", FINGERPRINT], env=env, capture_output=True, text=True, check=True
+    )
     assert there.stdout.strip() == here
 
 

@@ -60,7 +60,8 @@ def test_every_sampled_turn_is_valid_protocol_in_canonical_json():
       payload = {"name": turn.call.name, "arguments": turn.call.arguments}
       assert text == f"<tool_call>{json.dumps(payload)}</tool_call>"
       assert turn.call.name in (("search",) if agent == "main" else ("search", "visit"))
-      assert list(turn.call.arguments) == {"main": ["task"]}.get(agent, [{"search": "query", "visit": "link"}[turn.call.name]])
+      argument = "task" if agent == "main" else {"search": "query", "visit": "link"}[turn.call.name]
+      assert list(turn.call.arguments) == [argument]
     text, observation = demo.turns[-1]
     assert observation is None and parse_turn(text).result == demo.result and demo.result
 
@@ -209,12 +210,17 @@ print(hashlib.sha256(repr(demos).encode()).hexdigest())
 
 
 def test_demonstrations_are_the_same_in_every_process_and_differ_by_seed():
-  demos = [*main_demonstrations(ATLAS, 200, 3), *search_demonstrations(ATLAS, open_session, 200, 3),
-           *single_demonstrations(ATLAS, open_session, 200, 3)]  # fmt: skip
+  demos = [
+    *main_demonstrations(ATLAS, 200, 3),
+    *search_demonstrations(ATLAS, open_session, 200, 3),
+    *single_demonstrations(ATLAS, open_session, 200, 3),
+  ]
   here = hashlib.sha256(repr(demos).encode()).hexdigest()
   for seed in ("1", "2"):
     env = {**os.environ, "PYTHONHASHSEED": seed}
-    there = subprocess.run([sys.executable, "-c", FINGERPRINT], env=env, capture_output=True, text=True, check=True)
+    there = subprocess.run(
+      [sys.executable, "-c", FINGERPRINT], env=env, capture_output=True, text=True, check=True
+    )
     assert there.stdout.strip() == here
   assert list(main_demonstrations(ATLAS, 200, 4)) != demos[:200]
   assert list(main_demonstrations(ATLAS, 50, 3)) == demos[:50]

@@ -23,8 +23,19 @@ from typing import NamedTuple
 from mgrpo_jax.tasks.atlas_pages import VALUE_ALIASES, Page, build_pages, normalize
 from mgrpo_jax.trajectory import Query
 
-__all__ = ["Atlas", "Evidence", "FIELDS", "PHRASES", "Page", "SPLITS", "TEMPLATE_TOKENS", "facts", "parse_chain",
-           "render_chain", "write_gaia"]  # fmt: skip
+__all__ = [
+  "Atlas",
+  "Evidence",
+  "FIELDS",
+  "PHRASES",
+  "Page",
+  "SPLITS",
+  "TEMPLATE_TOKENS",
+  "facts",
+  "parse_chain",
+  "render_chain",
+  "write_gaia",
+]
 
 # Relation -> how a question words it. A relation is also the field of the page it is read from.
 PHRASES = {
@@ -224,7 +235,7 @@ class Atlas:
     return [by_hop[HOPS[i % len(HOPS)]][i // len(HOPS)] for i in range(count)]
 
   def names(self, split: str = "train") -> list[str]:
-    """Every name and value on a split's pages, repeated as often as it stands there: what to train a BPE on."""
+    """Every name and value on a split's pages, as often as it stands there: what to train a BPE on."""
     texts = []
     for title in self.titles(split):
       lines = self.pages[title].text.split("\n")

@@ -15,18 +15,18 @@ every other knob is the share of the rest (of all, for one hop and for the searc
 | main | too_much_right: two hops in one subquestion, answered | yes | ask_too_much .1 x too_much_right .3 |
 | main | too_much_split: the same, answered none, then asked in steps | yes | the rest, half of it |
 | main | too_much_give_up: the same, answered none, result none | no | the rest, half of it |
-| main | wrong_ask: the last subquestion asks another relation, and that answer is the result | no | wrong_ask .06 x .5 |
+| main | wrong_ask: the last subquestion asks another relation, and ends with it | no | wrong_ask .06 x .5 |
 | main | wrong_ask_fixed: the same, then the right one | yes | the other half |
 | main | check: the last subquestion asked twice | yes | check .1 |
 | main | asked_again: a subquestion answered none, asked again | yes | sub_none .12 x (1 - give_up) |
 | main | give_up: a subquestion answered none, result none | no | sub_none .12 x give_up .5 |
 | main | misled: a subquestion answered wrongly, used in good faith | no | sub_wrong .06 |
 | search | clean: search the name, visit its page, read | yes | what is left |
-| search | miss_again: a search that finds other pages or none, then the right one | yes | miss .16 x (1 - give_up) |
+| search | miss_again: a search that does not find the page, then a right one | yes | miss .16 x (1 - give_up) |
 | search | miss_give_up: the same, result none | no | miss x give_up .4 |
 | search | wrong_link_back: another page opened, then the right one | yes | wrong_link .16 x (1 - give_up) |
 | search | wrong_link_give_up: another page opened, result none | no | wrong_link x give_up, half |
-| search | wrong_page: another page opened and read as if it were the right one | no | wrong_link x give_up, half |
+| search | wrong_page: another page opened and read as if it were the one | no | wrong_link x give_up, half |
 | search | wrong_fact: the right page, another line of it | no | wrong_fact .08 |
 | search | two_hops: a subquestion of two hops, its link followed | yes | two_hops .08, half |
 | search | two_hops_none: a subquestion of two hops, result none | no | two_hops, half |
@@ -50,15 +50,41 @@ from collections.abc import Callable, Iterable, Iterator
 
 from mgrpo_jax.tasks.atlas import FIELDS, HOPS, Atlas, facts, parse_chain, render_chain
 
-MAIN_FLAWS = {"stop_early": 0.6, "ask_too_much": 0.1, "too_much_right": 0.3, "wrong_ask": 0.06, "check": 0.1,
-              "sub_none": 0.12, "give_up": 0.5, "sub_wrong": 0.06}  # fmt: skip
+MAIN_FLAWS = {
+  "stop_early": 0.6,
+  "ask_too_much": 0.1,
+  "too_much_right": 0.3,
+  "wrong_ask": 0.06,
+  "check": 0.1,
+  "sub_none": 0.12,
+  "give_up": 0.5,
+  "sub_wrong": 0.06,
+}
 SEARCH_FLAWS = {"miss": 0.16, "wrong_link": 0.16, "give_up": 0.4, "wrong_fact": 0.08, "two_hops": 0.08}
-SINGLE_FLAWS = {"stop_early": 0.6, "miss": 0.1, "wrong_link": 0.1, "give_up": 0.4, "wrong_fact": 0.05,
-                "search_again": 0.15}  # fmt: skip
+SINGLE_FLAWS = {
+  "stop_early": 0.6,
+  "miss": 0.1,
+  "wrong_link": 0.1,
+  "give_up": 0.4,
+  "wrong_fact": 0.05,
+  "search_again": 0.15,
+}
 
 # Kinds whose result is the right answer.
-RIGHT_KINDS = frozenset({"clean", "too_much_right", "too_much_split", "wrong_ask_fixed", "check", "asked_again",
-                         "miss_again", "wrong_link_back", "two_hops", "search_again"})  # fmt: skip
+RIGHT_KINDS = frozenset(
+  {
+    "clean",
+    "too_much_right",
+    "too_much_split",
+    "wrong_ask_fixed",
+    "check",
+    "asked_again",
+    "miss_again",
+    "wrong_link_back",
+    "two_hops",
+    "search_again",
+  }
+)
 
 _GIVES_UP = "none"
 
@@ -95,7 +121,12 @@ def main_demonstrations(
 
 
 def search_demonstrations(
-  atlas: Atlas, open_session: Callable[[], object], n: int, seed: int, *, flaws: dict[str, float] | None = None
+  atlas: Atlas,
+  open_session: Callable[[], object],
+  n: int,
+  seed: int,
+  *,
+  flaws: dict[str, float] | None = None,
 ) -> Iterator[Demonstration]:
   """`n` demonstrations of the sub-agent that searches and visits, balanced over relations."""
   flaws = _knobs(SEARCH_FLAWS, flaws)
@@ -104,11 +135,18 @@ def search_demonstrations(
   for _ in range(n):
     hops = 2 if rng.random() < flaws["two_hops"] else 1
     relations, entity = world.draw(rng, hops) if hops == 2 else world.draw_fact(rng)
-    yield _reader(world, open_session, rng, flaws, relations, entity, render_chain(relations, entity), sub=True)
+    yield _reader(
+      world, open_session, rng, flaws, relations, entity, render_chain(relations, entity), sub=True
+    )
 
 
 def single_demonstrations(
-  atlas: Atlas, open_session: Callable[[], object], n: int, seed: int, *, flaws: dict[str, float] | None = None
+  atlas: Atlas,
+  open_session: Callable[[], object],
+  n: int,
+  seed: int,
+  *,
+  flaws: dict[str, float] | None = None,
 ) -> Iterator[Demonstration]:
   """`n` demonstrations of one agent that answers whole questions with search and visit."""
   flaws = _knobs(SINGLE_FLAWS, flaws)
@@ -146,7 +184,9 @@ class _World:
     self.chains = atlas.chains("train")
     self.pages = set(atlas.titles("train"))
     self.with_fact = {r: [t for t in sorted(self.pages) if r in atlas.facts(t)] for r in FIELDS}
-    self.values = {r: sorted({atlas.facts(t)[r].value for t in titles}) for r, titles in self.with_fact.items()}
+    self.values = {
+      r: sorted({atlas.facts(t)[r].value for t in titles}) for r, titles in self.with_fact.items()
+    }
 
   def draw(self, rng: random.Random, hops: int) -> tuple[tuple[str, ...], str]:
     """A training question as a chain: uniform over outermost relations, then chains, then entities."""
@@ -184,7 +224,9 @@ def _knobs(defaults: dict[str, float], given: dict[str, float] | None) -> dict[s
   bad = [k for k, p in knobs.items() if not 0 <= p <= 1]
   inner = ("stop_early", "give_up", "too_much_right")  # shares of something else, not of the mixture
   if bad or sum(p for k, p in knobs.items() if k not in inner) > 1 + 1e-9:
-    raise ValueError(f"flaw {(bad or ['shares'])[0]!r} out of range: each in [0, 1], all but {inner} at most 1 in sum")
+    raise ValueError(
+      f"flaw {(bad or ['shares'])[0]!r} out of range: each in [0, 1], all but {inner} at most 1 in sum"
+    )
   return knobs
 
 
@@ -323,7 +365,9 @@ class _Session:
 
   def _call(self, name: str, **arguments) -> None:
     self.text = self.session.call(name, arguments)
-    self.shown = [m.strip() for m in re.findall(r" \[\d\] ([a-z0-9 ]+?)(?= \d+(?: |$|\n)| \[|$|\n)", self.text)]
+    self.shown = [
+      m.strip() for m in re.findall(r" \[\d\] ([a-z0-9 ]+?)(?= \d+(?: |$|\n)| \[|$|\n)", self.text)
+    ]
     self.turns.append((_call(name, **arguments), self.text))
 
 
@@ -394,7 +438,7 @@ def _reach(s: _Session, r: _Reading, plan: str) -> tuple[str, str | None]:
 
 
 def _find(s: _Session, title: str, relation: str) -> bool:
-  """Searches a name, then name and field, until its page is shown; False if the name alone did not find it."""
+  """Searches a name, then name and field, until its page is shown; False if the name alone did not do."""
   if title in s.search(title):
     return True
   if title not in s.search(f"{title} {relation}"):

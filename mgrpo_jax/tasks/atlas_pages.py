@@ -47,27 +47,59 @@ REGIONS = {
 
 # Factbook codes (GEC) whose short form there is missing, or no name one would search for.
 _TITLES = {
-  "cf": "congo", "cg": "drc", "dr": "dominican republic", "fm": "micronesia", "ct": "central african republic",
-  "ae": "united arab emirates", "vt": "holy see",
-}  # fmt: skip
+  "cf": "congo",
+  "cg": "drc",
+  "dr": "dominican republic",
+  "fm": "micronesia",
+  "ct": "central african republic",
+  "ae": "united arab emirates",
+  "vt": "holy see",
+}
 
 # Other names in common use; the long and the local forms come from the factbook itself.
 _ALIASES = {
-  "ae": ("uae", "emirates"), "bm": ("myanmar",), "ez": ("czech republic",), "tu": ("turkiye",), "wz": ("swaziland",),
-  "iv": ("ivory coast",), "cv": ("cape verde",), "tt": ("east timor",), "us": ("usa", "us", "america"),
-  "uk": ("great britain", "britain", "uk"), "cg": ("dr congo", "zaire"), "cf": ("congo brazzaville",),
-  "mk": ("macedonia",), "vt": ("vatican", "vatican city state"), "ks": ("republic of korea",), "ce": ("ceylon",),
-}  # fmt: skip
+  "ae": ("uae", "emirates"),
+  "bm": ("myanmar",),
+  "ez": ("czech republic",),
+  "tu": ("turkiye",),
+  "wz": ("swaziland",),
+  "iv": ("ivory coast",),
+  "cv": ("cape verde",),
+  "tt": ("east timor",),
+  "us": ("usa", "us", "america"),
+  "uk": ("great britain", "britain", "uk"),
+  "cg": ("dr congo", "zaire"),
+  "cf": ("congo brazzaville",),
+  "mk": ("macedonia",),
+  "vt": ("vatican", "vatican city state"),
+  "ks": ("republic of korea",),
+  "ce": ("ceylon",),
+}
 
 # Other names of values and cities that an answer may take as well.
 VALUE_ALIASES = {
-  "kyiv": ("kiev",), "rangoon": ("yangon",), "chisinau": ("kishinev",), "tripoli": ("tarabulus",),
-  "tashkent": ("toshkent",), "ashgabat": ("ashkhabad",), "nicosia": ("lefkosia",), "astana": ("nur sultan",),
-  "washington dc": ("washington",), "persian farsi": ("persian", "farsi"), "castilian spanish": ("spanish",),
-  "bahasa indonesia": ("indonesian",), "bokmal norwegian": ("norwegian",), "standard chinese": ("mandarin",),
-  "afghan persian": ("dari",), "isizulu": ("zulu",), "kiswahili": ("swahili",), "bangla": ("bengali",),
-  "bahasa malaysia": ("malay",), "mount everest": ("everest",), "kilimanjaro": ("mount kilimanjaro",),
-}  # fmt: skip
+  "kyiv": ("kiev",),
+  "rangoon": ("yangon",),
+  "chisinau": ("kishinev",),
+  "tripoli": ("tarabulus",),
+  "tashkent": ("toshkent",),
+  "ashgabat": ("ashkhabad",),
+  "nicosia": ("lefkosia",),
+  "astana": ("nur sultan",),
+  "washington dc": ("washington",),
+  "persian farsi": ("persian", "farsi"),
+  "castilian spanish": ("spanish",),
+  "bahasa indonesia": ("indonesian",),
+  "bokmal norwegian": ("norwegian",),
+  "standard chinese": ("mandarin",),
+  "afghan persian": ("dari",),
+  "isizulu": ("zulu",),
+  "kiswahili": ("swahili",),
+  "bangla": ("bengali",),
+  "bahasa malaysia": ("malay",),
+  "mount everest": ("everest",),
+  "kilimanjaro": ("mount kilimanjaro",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +252,9 @@ def _read_countries() -> list[_Country]:
 def _read_country(record: dict, code: str, region: str) -> _Country | None:
   """One country; None for oceans, dependencies and whatever has no capital or no name."""
   government = record.get("Government", {})
-  forms = [_text(government, "Country name", f"{k} form") for k in ("conventional short", "conventional long")]
+  forms = [
+    _text(government, "Country name", f"{k} form") for k in ("conventional short", "conventional long")
+  ]
   forms = [re.split(r"; note|/", f)[0] for f in forms if f and normalize(f) != "none"]
   capital = _text(government, "Capital", "name")
   if not forms or not capital or capital.startswith("no official") or "Dependency status" in government:
@@ -228,7 +262,11 @@ def _read_country(record: dict, code: str, region: str) -> _Country | None:
   title = _TITLES.get(code) or re.sub(r"^the ", "", normalize(forms[0]))
   long = {re.sub(r"^the ", "", normalize(f)) for f in forms if "current country name" not in f}
   local = _text(government, "Country name", "local short form") or ""
-  local = {normalize(re.sub(r"\(.*", "", part)) for part in re.split("/| or ", local)} - {"", "none", "island"}
+  local = {normalize(re.sub(r"\(.*", "", part)) for part in re.split("/| or ", local)} - {
+    "",
+    "none",
+    "island",
+  }
   aliases = [*_ALIASES.get(code, ()), *sorted(long), *sorted(local)]
   return _Country(
     title=title,

@@ -62,12 +62,16 @@ def read(
       that comes twice, or nothing left to ask. It names file and line.
   """
   file = _find(pathlib.Path(path), split)
-  wanted = None if levels is None else {str(level) for level in ([levels] if isinstance(levels, str) else levels)}
+  wanted = (
+    None if levels is None else {str(level) for level in ([levels] if isinstance(levels, str) else levels)}
+  )
   queries, seen, found = Questions(), {}, collections.Counter()
   for line, row in _rows(file):
     query, attachment = _query(row, f"{file}, line {line}")
     if query.id in seen:
-      raise ValueError(f"{file}, line {line}: task_id {query.id!r} already stands in line {seen[query.id]}; keep one")
+      raise ValueError(
+        f"{file}, line {line}: task_id {query.id!r} already stands in line {seen[query.id]}; keep one"
+      )
     seen[query.id] = line
     found[query.level] += 1
     if wanted is not None and query.level not in wanted:
@@ -144,7 +148,9 @@ def _find(path: pathlib.Path, split: str | None) -> pathlib.Path:
       raise ValueError(f"{path} is parquet, which is not read here; {_CONVERT}")
     return path
   if not path.exists():
-    raise ValueError(f"no GAIA file at {path}; download the data set (it is gated) and give its metadata.jsonl or folder")
+    raise ValueError(
+      f"no GAIA file at {path}; download the data set (it is gated) and give its metadata.jsonl or folder"
+    )
   names = (split,) if split else ("validation", "test")
   options = [path / "2023" / name for name in names] + [path / name for name in names] + [path]
   found = [folder / "metadata.jsonl" for folder in options if (folder / "metadata.jsonl").is_file()]
@@ -154,8 +160,10 @@ def _find(path: pathlib.Path, split: str | None) -> pathlib.Path:
     parquet = [folder for folder in options if any(folder.glob("metadata*.parquet"))]
     if parquet:
       raise ValueError(f"{parquet[0]} holds parquet only, which is not read here; {_CONVERT}")
-    raise ValueError(f"no metadata.jsonl in {path}{f' for split {split!r}' if split else ''}; looked for "
-                     f"{', '.join(str(folder.relative_to(path) / 'metadata.jsonl') for folder in options)}")  # fmt: skip
+    raise ValueError(
+      f"no metadata.jsonl in {path}{f' for split {split!r}' if split else ''}; looked for "
+      f"{', '.join(str(folder.relative_to(path) / 'metadata.jsonl') for folder in options)}"
+    )
   return found[0]
 
 
@@ -169,7 +177,9 @@ def _rows(file: pathlib.Path):
   try:
     text = file.read_text(encoding="utf-8-sig")
   except UnicodeDecodeError as error:
-    raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); download it again") from None
+    raise ValueError(
+      f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); download it again"
+    ) from None
   for number, line in enumerate(text.split("\n"), 1):
     if line.strip():
       try:
@@ -182,7 +192,9 @@ def _rows(file: pathlib.Path):
 def _query(row, where: str) -> tuple[Query, bool]:
   """The Query of a row, and whether it needs an attached file."""
   if not isinstance(row, dict):
-    raise ValueError(f"{where}: a row must be a JSON object with the columns {', '.join(_COLUMNS)}; it is {row!r:.40}")
+    raise ValueError(
+      f"{where}: a row must be a JSON object with the columns {', '.join(_COLUMNS)}; it is {row!r:.40}"
+    )
   missing = [column for column in _COLUMNS if column not in row]
   if missing:
     raise ValueError(f"{where}: no column {missing[0]!r}; GAIA's rows have {', '.join(_COLUMNS)}")
@@ -194,7 +206,9 @@ def _query(row, where: str) -> tuple[Query, bool]:
     raise ValueError(f"{where}: 'Level' must be 1, 2 or 3; it is {level!r:.40}")
   attachment, annotator = row.get("file_name") or "", row.get("Annotator Metadata") or {}
   if not isinstance(attachment, str):
-    raise ValueError(f"{where}: 'file_name' must be text, empty if there is no attachment; it is {attachment!r:.40}")
+    raise ValueError(
+      f"{where}: 'file_name' must be text, empty if there is no attachment; it is {attachment!r:.40}"
+    )
   if not isinstance(annotator, dict):
     raise ValueError(f"{where}: 'Annotator Metadata' must be an object; it is {annotator!r:.40}")
   aliases = annotator.get("Aliases") or []
@@ -207,12 +221,15 @@ def _query(row, where: str) -> tuple[Query, bool]:
   if hidden:
     metadata["hidden"] = True
   answer = "" if hidden else row["Final answer"]
-  return Query(row["task_id"], row["Question"], answer, str(level), tuple(aliases), metadata), bool(attachment)
+  return Query(row["task_id"], row["Question"], answer, str(level), tuple(aliases), metadata), bool(
+    attachment
+  )
 
 
 def _nothing_left(file: pathlib.Path, found: collections.Counter, wanted: set[str] | None) -> str:
   if not found:
     return f"{file} holds no rows; download it again"
   if wanted is not None and not wanted & set(found):
-    return f"{file} has no question of level {', '.join(sorted(wanted))}; its levels are {', '.join(sorted(found))}"
+    asked, there = (", ".join(sorted(names)) for names in (wanted, found))
+    return f"{file} has no question of level {asked}; its levels are {there}"
   return f"{file} has only questions with an attached file; read it with text_only=False"

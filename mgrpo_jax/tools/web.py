@@ -51,7 +51,9 @@ class LocalWeb:
     for title, page in self.pages.items():
       lost = [link for link in page.links if link not in self.pages]
       if lost:
-        raise ValueError(f"page {title!r} links to {lost[0]!r}, which is not among the pages; add it or drop the link")
+        raise ValueError(
+          f"page {title!r} links to {lost[0]!r}, which is not among the pages; add it or drop the link"
+        )
     self._schema, self._searcher = self._index()
 
   def page(self, title: str) -> WebPage:
@@ -64,7 +66,10 @@ class LocalWeb:
     if not words or limit < 1:
       return []
     terms = [
-      (tantivy.Occur.Should, tantivy.Query.boost_query(tantivy.Query.term_query(self._schema, field, word), weight))
+      (
+        tantivy.Occur.Should,
+        tantivy.Query.boost_query(tantivy.Query.term_query(self._schema, field, word), weight),
+      )
       for word in words
       for field, weight in _WEIGHTS.items()
     ]
