@@ -6,13 +6,17 @@
 The same command goes on with an interrupted run. Any key of the config can be set with --config.KEY=VALUE.
 """
 
-from absl import flags
+import pathlib
+import sys
+
 from ml_collections import config_flags
 
 from mgrpo_jax import errors
+from mgrpo_jax.config import find_config
 
-CONFIG = config_flags.DEFINE_config_file("config", "configs/gaia.py", "Experiment file; `file.py:argument` passes an argument.")
-FLAGS = flags.FLAGS
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+CONFIG = config_flags.DEFINE_config_file(
+  "config", str(ROOT / "configs/gaia.py"), "Experiment file; `file.py:argument` passes an argument.")
 
 
 def main(argv):
@@ -24,4 +28,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+  sys.argv = find_config(sys.argv, ROOT)
   errors.run(main)

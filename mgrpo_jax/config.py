@@ -8,6 +8,7 @@ the fix of everything else that cannot work.
 from __future__ import annotations
 
 import difflib
+import pathlib
 
 from ml_collections import config_dict
 
@@ -112,6 +113,17 @@ def shrink(c) -> None:
     agent.model.num_layers, agent.model.embed_dim, agent.model.mlp_dim = 1, 32, 64
     agent.model.num_heads, agent.model.num_kv_heads, agent.model.head_dim = 2, 1, 16
     agent.warm_start.steps, agent.warm_start.count, agent.warm_start.batch = 4, 64, 8
+
+
+def find_config(argv: list[str], root: pathlib.Path) -> list[str]:
+  """`--config=configs/x.py` means the file beside the launchers when the working directory has none."""
+  out = []
+  for arg in argv:
+    flag, is_set, value = arg.partition("=")
+    path, _, _ = value.partition(":")
+    beside = flag in ("--config", "-config") and is_set and not pathlib.Path(path).exists() and (root / path).exists()
+    out.append(f"{flag}={root / value}" if beside else arg)
+  return out
 
 
 def validate(c: config_dict.ConfigDict) -> None:

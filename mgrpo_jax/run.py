@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import pathlib
+import sys
 
 import jax
 
 from mgrpo_jax import config as config_lib
-from mgrpo_jax import loop
+from mgrpo_jax import final, loop
 from mgrpo_jax.errors import user_input
 from mgrpo_jax.run_folder import RunFolder
 
@@ -27,4 +28,5 @@ def run(config) -> dict:
     config_lib.validate(config)
   use_compilation_cache()
   with RunFolder.open(config.run_dir, config, ignore=("run_dir",)) as folder:
-    return loop.train(config, folder)
+    print(f"run folder {folder.path}{' (going on)' if folder.resumed else ''}", file=sys.stderr)
+    return loop.train(config, folder, finish=final.results if config.eval.final else None)

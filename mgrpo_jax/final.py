@@ -1,0 +1,133 @@
+"""The final results of a run: what was learned, by whom, and what it is worth against the controls.
+
+Everything is asked greedily of the same test questions, so every comparison is paired by question. The trained
+weights are those of the checkpoint that was best on validation; the test questions choose nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from mgrpo_jax import checkpoint, evaluation, metrics, statistics
+from mgrpo_jax.config import MAIN
+from mgrpo_jax.report import curves
+from mgrpo_jax.run_folder import RunFolder, write_json
+from mgrpo_jax.trajectory import Query
+
+
+class _NothingFound:
+  """The tools of the closed-book control: whatever is asked, nothing is there."""
+
+  def call(self, name: str, arguments: dict) -> str:
+    return "nothing found"
+
+
+def results(team, checkpoints: checkpoint.Checkpoints, folder: RunFolder) -> dict:
+  """Evaluate a finished run on its test questions, draw its curve, print its table.
+
+  Each evaluation is kept in evaluations/, so one that was interrupted goes on where it was.
+
+  Returns:
+    JSON-able dict: the best step, fingerprints of the final parameters, evaluations, gains with 95 % intervals.
+  """
+  last = {n: checkpoint.tree_fingerprint(a.state["params"]) for n, a in team.agents.items()}
+  best = checkpoints.best()
+  states, _ = checkpoints.restore(best, {n: {"params": a.state["params"]} for n, a in team.agents.items()})
+  trained = {n: states[n]["params"] for n in team.agents}
+  warm = {n: a.warm for n, a in team.agents.items()}
+  asked = _Asker(team, folder, best)
+  asked.all(warm, trained)
+  done = asked.done
+  out = {"best_step": best, "steps": team.config.train.steps, "fingerprints": last,
+         "evaluations": {k: v["summary"] for k, v in done.items()}, "gains": _gains(done, asked.baseline_of)}
+  curves.learning_curve({"this run": [folder.metrics]}, folder.curve, title=f"{folder.path.name}: validation accuracy and rewards")
+  table = render(out)
+  (folder.path / "results.txt").write_text(table + "\n", encoding="utf-8")
+  print("\n" + table)
+  print(f"\nlearning curve: {folder.curve}\nsampled rollouts: {folder.rollouts}\nall numbers: {folder.results}")
+  return out
+
+
+class _Asker:
+  """Runs the named evaluations of a run, each once."""
+
+  def __init__(self, team, folder: RunFolder, step: int):
+    self.team, self.step = team, step
+    self.folder = folder.path / "evaluations"
+    self.folder.mkdir(exist_ok=True)
+    self.done: dict[str, dict] = {}
+    self.baseline_of: dict[str, str] = {}  # trained evaluation -> what it is compared with
+
+  def all(self, warm: dict, trained: dict) -> None:
+    team, world = self.team, self.team.world
+    subs = [n for n in team.agents if n != MAIN]
+    blind = self._runtimes(lambda seed: _NothingFound())
+    lost = self._runtimes(world.random_tools)
+    oracle = dict.fromkeys(subs, world.oracle)
+    gold = world.subquestions(world.test)[: len(world.test)]
+    self.ask("warm start", warm)
+    self.ask("trained", trained, baseline="warm start")
+    if subs:
+      for name in team.agents:
+        if team.agents[name].trainable:
+          self.ask(f"only {name} trained", {**warm, name: trained[name]}, baseline="warm start")
+    self.ask("trained, closed book", trained, runtimes=blind)
+    self.ask("trained, random search", trained, runtimes=lost)
+    if subs:
+      self.ask("headroom: main with a perfect sub, warm", warm, stand_ins=oracle)
+      self.ask("headroom: main with a perfect sub, trained", trained, stand_ins=oracle,
+               baseline="headroom: main with a perfect sub, warm")
+    for name in subs if gold else ():
+      self.ask(f"headroom: {name} on gold subquestions, warm", warm, queries=gold, main=name)
+      self.ask(f"headroom: {name} on gold subquestions, trained", trained, queries=gold, main=name,
+               baseline=f"headroom: {name} on gold subquestions, warm")
+    for agent in team.agents.values():
+      agent.publish(agent.version)
+
+  def ask(self, name: str, weights: dict, *, queries: Sequence[Query] | None = None, main: str = MAIN, runtimes=None,
+          stand_ins=None, baseline: str | None = None) -> None:
+    queries = self.team.world.test if queries is None else queries
+    path = self.folder / (name.replace(":", "").replace(",", "").replace(" ", "-") + ".json")
+    if baseline:
+      self.baseline_of[name] = baseline
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    if kept.get("step") == self.step and kept.get("ids") == [q.id for q in queries]:
+      self.done[name] = kept
+      return
+    for n, agent in self.team.agents.items():
+      agent.with_weights(weights[n])
+    with metrics.Progress(len(queries), f"test: {name}") as bar:
+      result = evaluation.evaluate(runtimes or self.team.runtimes, queries, self.team.world.correct, main=main,
+                                   stand_ins=stand_ins, progress=lambda _: bar.update(1))
+    self.done[name] = {"step": self.step, "ids": result.ids, "correct": [int(c) for c in result.correct],
+                       "levels": result.levels, "summary": result.summary()}
+    write_json(path, self.done[name])
+
+  def _runtimes(self, tools) -> dict:
+    return {n: dataclasses.replace(r, tools=tools if r.tools else None) for n, r in self.team.runtimes.items()}
+
+
+def _gains(done: dict[str, dict], baseline_of: dict[str, str]) -> dict:
+  out = {}
+  for name, base in baseline_of.items():
+    a, b = (np.array(done[n]["correct"], bool) for n in (name, base))
+    mean, low, high = statistics.paired_difference(a, b)
+    out[name] = {"over": base, "gain": mean, "interval": [low, high], "p": float(statistics.paired_exact(a, b)), "count": len(a)}
+  return out
+
+
+def render(result: dict) -> str:
+  """The final table as text."""
+  rows = []
+  for name, s in result["evaluations"].items():
+    levels = " / ".join(f"{s[k]['accuracy']:.3f}" for k in sorted(s) if k.startswith("level_"))
+    gain = result["gains"].get(name)
+    shown = f"{gain['gain']:+.3f} [{gain['interval'][0]:+.3f}, {gain['interval'][1]:+.3f}]" if gain else ""
+    rows.append([name, s["count"], f"{s['accuracy']:.3f} [{s['interval'][0]:.3f}, {s['interval'][1]:.3f}]", levels, shown])
+  table = curves.table(rows, ["greedy, held-out questions", "n", "accuracy [95 %]", "by level", "gain over its start [95 %, paired]"])
+  return f"{table}\n\ntrained = step {result['best_step']} of {result['steps']}, best on validation"
+
