@@ -190,8 +190,7 @@ def masked_aggregate(
   shape = _check_shapes(mask, weights, segment_ids)
   if np.shape(values) != shape:
     raise ValueError(f"values has shape {np.shape(values)} but mask has {shape}; they must be the same")
-  layout = _layout(jnp.asarray(mask), weights, segment_ids)
-  return _reduce(jnp.asarray(values), layout, aggregate, normalizer, norm_length)
+  return _aggregate(values, mask, weights, segment_ids, normalizer, norm_length, aggregate=aggregate)
 
 
 # -------------------------------------------------------------------------------------- the sums
@@ -248,6 +247,11 @@ def _loss(
   extra["clip_fraction_positive"] = (clipped, adv > 0)
   extra["clip_fraction_negative"] = (clipped, adv < 0)
   return value, jax.lax.stop_gradient(_metrics(lp, behavior, r, layout, extra))
+
+
+@functools.partial(jax.jit, static_argnames=("aggregate",))
+def _aggregate(values, mask, weights, segment_ids, normalizer, norm_length, *, aggregate):
+  return _reduce(values, _layout(mask, weights, segment_ids), aggregate, normalizer, norm_length)
 
 
 def _metrics(lp, behavior, r, layout: _Layout, extra) -> Metrics:
