@@ -71,6 +71,7 @@ class Transformer:
 
   config: ModelConfig
 
+  @functools.partial(jax.jit, static_argnums=0)  # op by op it would take seconds
   def init(self, key: jax.Array) -> dict:
     """Fresh float32 parameters (see the module's docstring for their names and shapes)."""
     one = jnp.zeros((1, 1), jnp.int32)
