@@ -133,6 +133,7 @@ def _alignment_weights(rollouts, agent, main, mode, target, seed) -> tuple[np.nd
   weight: dict[int, float] = {}
   dropped = 0
   for query_id, group in by_query.items():
+    group = sorted(group, key=lambda r: r.index)  # so that the draws do not hang on the order of the list
     calls = [[t for t in r.subs if t.agent == agent and t.weight > 0] for r in group]
     aligned = alignment.align([len(c) for c in calls], target=target, mode=mode,
                               seed=(seed + stable_hash(query_id)) & 0x7FFFFFFF)

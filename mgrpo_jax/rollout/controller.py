@@ -10,6 +10,7 @@ invocation), and the engine folds in turn and position.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 from collections import deque
@@ -141,6 +142,9 @@ def trajectory_steps(runtime: AgentRuntime, trajectory: Trajectory) -> Generator
       trajectory.status = "context_full"
       break
     done = yield Sample(new, room)
+    if done.finish == "context":  # the engine's own context is smaller: nothing was sampled, nothing was appended
+      trajectory.status = "context_full"
+      break
     turn = Turn(new, done.tokens, done.logprobs, done.versions, "stop" if done.finish == "stop" else "length")
     trajectory.turns.append(turn)
     length, sampled = length + len(new) + len(done.tokens), sampled + len(done.tokens)
@@ -162,8 +166,8 @@ def trajectory_steps(runtime: AgentRuntime, trajectory: Trajectory) -> Generator
       calls, observation = calls + 1, protocol.ANSWER_NOW
     else:
       calls += 1
-      observation = yield from _answer_call(runtime, parsed.call, turn_index, event)
-      clean = clean and observation != protocol.UNKNOWN_TOOL
+      observation, valid = yield from _answer_call(runtime, parsed.call, turn_index, event)
+      clean = clean and valid
     new = conversation.observation_prompt(tok, observation, close_turn=turn.finish != "stop")
     if length + len(new) + limits.answer_reserve > limits.context:
       observation = protocol.ANSWER_NOW
@@ -174,17 +178,18 @@ def trajectory_steps(runtime: AgentRuntime, trajectory: Trajectory) -> Generator
 
 
 def _answer_call(runtime: AgentRuntime, call: protocol.Call, turn_index: int, event: dict):
+  """(observation, whether the call itself obeyed the protocol; what tools and subs write is never judged)."""
   event["call"] = {"name": call.name, "arguments": call.arguments}
   if call.name in runtime.delegates:
     task = call.arguments.get("task")
     if not isinstance(task, str) or not task.strip():
-      return protocol.BAD_CALL
+      return protocol.BAD_CALL, False
     sub = yield Delegate(call.name, task, turn_index)
     event["invocation"] = sub.invocation
-    return sub.result if sub.result else protocol.NO_RESULT
+    return sub.result or protocol.NO_RESULT, True
   if call.name in runtime.tool_names:
-    return (yield ToolCall(call.name, call.arguments))
-  return protocol.UNKNOWN_TOOL
+    return (yield ToolCall(call.name, call.arguments)), True
+  return protocol.UNKNOWN_TOOL, False
 
 
 @dataclasses.dataclass
@@ -222,11 +227,26 @@ def run_rollouts(agents: dict[str, AgentRuntime], jobs: Iterable[Job], *, main: 
     progress: called with each rollout when it is done.
 
   Raises:
-    ValueError: no runtime named `main`, or two jobs with the same name.
+    ValueError: no runtime named `main`, two jobs with the same name, or a team that cannot work together.
   """
+  stand_ins = stand_ins or {}
+  _check_team(agents, main, stand_ins)
+  return _Driver(agents, main, stand_ins, tool_threads, tool_deadline, progress).run(list(jobs))
+
+
+def _check_team(agents: dict[str, AgentRuntime], main: str, stand_ins: dict) -> None:
   if main not in agents:
     raise ValueError(f"no agent named {main!r} among {sorted(agents)}")
-  return _Driver(agents, main, stand_ins or {}, tool_threads, tool_deadline, progress).run(list(jobs))
+  for name, agent in agents.items():
+    if agent.tool_names and agent.tools is None:
+      raise ValueError(f"agent {name!r} may call {', '.join(agent.tool_names)} but has no tool session; pass tools=")
+    for sub in agent.delegates:
+      if sub in stand_ins:
+        continue
+      if sub not in agents:
+        raise ValueError(f"agent {name!r} delegates to {sub!r}, which has neither a runtime nor a stand-in")
+      if agents[sub].engine is agent.engine:  # the callers would hold the slots that the called wait for, for ever
+        raise ValueError(f"agents {name!r} and {sub!r} share one engine; a caller needs an engine of its own")
 
 
 def _call_now(function, *args) -> concurrent.futures.Future:
@@ -246,7 +266,9 @@ class _Driver:
     self.engines: list[Engine] = list({id(a.engine): a.engine for a in agents.values()}.values())
     self.waiting: dict[tuple[int, int], _Task] = {}
     self.ready: deque[tuple[_Task, Any]] = deque()
-    self.tools: deque[tuple[_Task, concurrent.futures.Future]] = deque()
+    self.tools: deque[tuple[_Task, str, concurrent.futures.Future]] = deque()
+    self.open: dict[str, _Task] = {}  # every trajectory that has begun and not ended
+    self.in_flight: list[Engine] = []  # dispatched, not yet fetched
     self.pool = concurrent.futures.ThreadPoolExecutor(tool_threads) if tool_threads else None
     self.deadline, self.progress = tool_deadline, progress
 
@@ -266,22 +288,35 @@ class _Driver:
         busy = [e for e in self.engines if e.pending]
         for engine in busy:
           engine.dispatch()
+          self.in_flight.append(engine)
         for engine in busy:
+          self.in_flight.remove(engine)
           for turn in engine.fetch():
             self.ready.append((self.waiting.pop((id(engine), turn.id)), turn))
         self._collect_tools(wait=not busy and not self.ready)
     finally:
       if self.pool:
         self.pool.shutdown(wait=False, cancel_futures=True)
-      for task in self.waiting.values():  # only after an error: leave no slot taken
-        task.runtime.engine.close(task.id)
+      self._abandon()
     return rollouts
+
+  def _abandon(self) -> None:
+    """After an error: no slot stays taken, no answer waits in an engine for the next caller."""
+    for task in self.open.values():
+      task.runtime.engine.close(task.id)
+    for engine in self.in_flight:
+      with contextlib.suppress(Exception):  # the first error is the one to be heard
+        engine.fetch()
 
   def _start(self, task: _Task) -> None:
     task.steps = trajectory_steps(task.runtime, task.trajectory)
+    self.open[task.id] = task
     if task.runtime.tools is not None:
       key = trajectory_key(task.job, task.trajectory.agent, task.trajectory.invocation)
-      task.session = task.runtime.tools(int(key[0]))
+      try:
+        task.session = task.runtime.tools(int(key[0]))
+      except Exception as error:  # as a tool that dies: infrastructure
+        return self._fail(task, f"{type(error).__name__}: {error}")
     self.ready.append((task, None))
 
   def _resume_all(self) -> None:
@@ -303,7 +338,7 @@ class _Driver:
       self.waiting[(id(engine), engine.submit(request))] = task
     elif isinstance(need, ToolCall):
       future = _call_now if self.pool is None else self.pool.submit
-      self.tools.append((task, future(task.session.call, need.name, need.arguments)))
+      self.tools.append((task, need.name, future(task.session.call, need.name, need.arguments)))
     else:
       self._delegate(task, need)
 
@@ -318,6 +353,7 @@ class _Driver:
       self._start(_Task(None, self.agents[need.agent], sub, task.rollout, task.job, task))
 
   def _finish(self, task: _Task) -> None:
+    del self.open[task.id]
     task.runtime.engine.close(task.id)
     if task.parent is not None:
       self.ready.append((task.parent, task.trajectory))
@@ -326,14 +362,15 @@ class _Driver:
 
   def _collect_tools(self, *, wait: bool) -> None:
     while self.tools:
-      task, future = self.tools[0]
+      task, tool, future = self.tools[0]
       if not (wait or future.done()):
         return
       try:
         observation = future.result(timeout=self.deadline)
       except Exception as error:  # a tool that dies is infrastructure: the trajectory is not the policy's fault
         self.tools.popleft()
-        self._fail(task, f"{type(error).__name__}: {error}")
+        late = isinstance(error, TimeoutError) and not future.done()
+        self._fail(task, f"tool {tool!r} gave no answer in {self.deadline:g} s" if late else f"{type(error).__name__}: {error}")
       else:
         self.tools.popleft()
         self.ready.append((task, observation))

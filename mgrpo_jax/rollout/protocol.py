@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 # What a policy is told when its turn cannot be used. Few and fixed, so that a small tokenizer can
 # hold each of them as one token.
@@ -102,7 +103,7 @@ def _parse_call(text: str, thought: str | None) -> ParsedTurn:
   # raw_decode finds the end of the JSON itself, so a closing tag or a fence inside a string is data.
   start = len(text) - len(text.lstrip())
   try:
-    value, end = json.JSONDecoder(parse_constant=_refuse).raw_decode(text, start)
+    value, end = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite).raw_decode(text, start)
   except (ValueError, RecursionError):
     return ParsedTurn(thought, error=BAD_JSON)
   tail = text[end:].lstrip()
@@ -120,6 +121,11 @@ def _parse_call(text: str, thought: str | None) -> ParsedTurn:
   if not isinstance(arguments, dict) or set(value) != {"name", "arguments"}:
     return ParsedTurn(thought, error=BAD_CALL)
   return ParsedTurn(thought, call=Call(value["name"], arguments))
+
+
+def _finite(text: str) -> float:
+  value = float(text)
+  return _refuse(text) if math.isinf(value) else value  # 1e999 would come back as Infinity, which is not JSON
 
 
 def _refuse(name: str):
