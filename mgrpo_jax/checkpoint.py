@@ -45,7 +45,7 @@ class Checkpoints:
     import orbax.checkpoint as ocp
 
     if keep_last < 1 or keep_best < 0:
-      raise ValueError(f"checkpoints: need keep_last >= 1 and keep_best >= 0, got {keep_last} and {keep_best}")
+      raise ValueError(f"checkpoints: need keep_last >= 1, keep_best >= 0, got {keep_last} and {keep_best}")
     folder = os.fspath(folder)
     self.folder = folder if "://" in folder else os.path.abspath(folder)
     self.keep_last, self.keep_best, self.read_only = keep_last, keep_best, read_only

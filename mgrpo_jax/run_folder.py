@@ -202,7 +202,7 @@ def _plain(value, key: str):
   if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a numpy scalar
     return value.item()
   kind = type(value).__name__
-  raise UserError(f"config key {key!r} holds a {kind}, which {CONFIG} cannot keep; use a number, text or list")
+  raise UserError(f"config key {key!r} holds a {kind}, which JSON cannot keep; use a number, text or list")
 
 
 def _flat(config: Mapping, prefix: str = "") -> dict:

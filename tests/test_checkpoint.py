@@ -98,6 +98,14 @@ def test_a_reader_may_take_one_agent_and_only_its_params(tmp_path):
   assert_same_bits(restored["search"]["params"], state["search"]["params"])
 
 
+def test_plain_numbers_come_back_as_jax_would_make_them(tmp_path):
+  with Checkpoints(tmp_path) as c:
+    c.save(1, {"main": {"step": 3, "rate": 0.1, "on": True, "items": [1, None, (2.5,)]}}, {})
+    restored, _ = c.restore(1, {"main": {"step": 0, "rate": 0.0, "on": False, "items": [0, None, (0.0,)]}})
+  want = {"step": jnp.int32(3), "rate": jnp.float32(0.1), "on": jnp.bool_(True)}
+  assert_same_bits(restored["main"], want | {"items": [jnp.int32(1), None, (jnp.float32(2.5),)]})
+
+
 def test_a_tree_of_live_arrays_serves_as_the_shape(tmp_path):
   state = make_agent(0)
   with Checkpoints(tmp_path) as c:
@@ -283,6 +291,32 @@ def test_a_save_killed_at_any_instant_leaves_only_whole_checkpoints(tmp_path):
 @pytest.mark.slow
 def test_many_killed_saves_leave_only_whole_checkpoints(tmp_path):
   check_after_kills(tmp_path, kills=25, seed=2)
+
+
+def test_a_removal_killed_half_way_leaves_no_half_checkpoint(tmp_path):
+  code = textwrap.dedent("""
+    import os, signal, sys
+    import numpy as np
+    from mgrpo_jax.checkpoint import Checkpoints
+    c = Checkpoints(sys.argv[1], keep_last=1, keep_best=0)
+    tree = {"main": {"params": {"w": np.zeros(4, np.float32)}, "step": np.int32(0)}}
+    c.save(0, tree, {})
+    unlink, count = os.unlink, [0]
+    def unlink_then_die(path, *args, **kwargs):
+      unlink(path, *args, **kwargs)
+      count[0] += 1
+      if count[0] == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.unlink = unlink_then_die
+    c.save(1, tree, {})
+  """)
+  child = subprocess.run([sys.executable, "-c", code, str(tmp_path)])
+  assert child.returncode == -signal.SIGKILL
+  with Checkpoints(tmp_path) as c:
+    assert c.latest_step() == 1
+    for step in c.steps():
+      c.restore(step, small(0))
+    assert c.steps() == [1] and not (tmp_path / ".removed").exists()
 
 
 def test_half_written_and_half_removed_checkpoints_are_never_the_latest(tmp_path):
