@@ -454,22 +454,23 @@ def test_importance_is_a_constant_truncated_above(shift, cap, weight):  # semant
 
 
 def test_only_the_trained_policy_has_a_gradient():
-  """On policy the proximal and the reference log-probabilities may be the very same array."""
-  lp = jnp.array([[-1.0, -2.0]])
+  """The proximal and the reference log-probabilities may be the very array that is trained."""
+  lp, ones = jnp.array([[-1.0, -2.0]]), np.ones((1, 2), bool)
+  f = functools.partial(clipped_ratio_loss, advantages=np.array([0.5]), mask=ones, weights=np.ones(1))
 
-  def f(x):
-    return clipped_ratio_loss(
-      x,
-      x,
-      np.array([0.5]),
-      np.ones((1, 2), bool),
-      np.ones(1),
-      proximal_logprobs=x,
-      ref_logprobs=x,
-      kl_coef=1.0,
-    )[0]
+  def gradient(g):
+    return np.asarray(jax.jit(jax.grad(lambda x: g(x)[0]))(lp))
 
-  np.testing.assert_allclose(jax.jit(jax.grad(f))(lp), [[-0.25, -0.25]], rtol=1e-6)
+  np.testing.assert_allclose(gradient(lambda x: f(x, x)), [[-0.25, -0.25]], rtol=1e-6)
+  # importance is e, capped at 2: two times the on-policy gradient
+  got = gradient(lambda x: f(x, lp - 1, proximal_logprobs=x, importance_cap=2.0))
+  np.testing.assert_allclose(got, [[-0.5, -0.5]], rtol=1e-6)
+  # uncapped it is a constant all the same
+  got = gradient(lambda x: f(x, lp - 1, proximal_logprobs=x - 0.1))
+  np.testing.assert_allclose(got, np.full((1, 2), -0.25 * np.exp(0.9 + 0.1)), rtol=1e-5)
+  # k1 has slope 1 in the policy alone
+  got = gradient(lambda x: f(x, x, ref_logprobs=x, kl="k1", kl_coef=0.1))
+  np.testing.assert_allclose(got, [[-0.2, -0.2]], rtol=1e-5)
 
 
 # --------------------------------------------------------------------------------------------- KL

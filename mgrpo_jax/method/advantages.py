@@ -125,7 +125,7 @@ def _advantages(rewards, group_ids, weights, unit_ids, ddof, tol, *, num_groups,
   alive = s.present & ~s.dead
   if scale == "std":
     freedom = total - ddof
-    enough = freedom > 1e-5 * total  # three weights of 1/3 add up to 1 only nearly
+    enough = freedom > 1e-5 * total  # ten weights of 0.1 add up to 1 only nearly
     variance = _sum(s.w * delta**2, s.g, num_groups) / jnp.where(enough, freedom, 1.0)
     alive &= enough & (variance != 0)
     divisor = jnp.sqrt(jnp.where(alive, variance, 1.0))[s.g]
