@@ -16,6 +16,7 @@ def get_config(arg=None):
   c.run_dir = "runs/gaia"
   c.agents.main = agent_config(delegates=("search",), demonstrations="main")
   c.agents.search = agent_config(tools=("search", "visit"), demonstrations="search", expert="atlas_oracle")
+  c.agents.search.limits.context = 192
   if arg == "long":
     c.run_dir = "runs/gaia-long"
     c.method.queries, c.train.steps = 16, 300

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mgrpo_jax import checkpoint, learner, warm_start
-from mgrpo_jax.errors import UserError
+from mgrpo_jax.errors import UserError, user_input
 from mgrpo_jax.method import alignment
 from mgrpo_jax.policy import sharding, transformer
 from mgrpo_jax.rollout import controller, engine
@@ -82,7 +83,8 @@ class Agent:
       lp = self.fns.logprobs(self.state["params"], batch)
       extra = {"proximal_logprobs": lp} if self.options.proximal else {}
       extra |= {"ref_logprobs": lp} if self.options.kl_coef else {}
-    learner.update(jax.tree.map(jnp.copy, self.state), [{**batch, **extra}], self.fns, 1.0)
+    # two micro-batches: the second one starts from another's sums
+    learner.update(jax.tree.map(jnp.copy, self.state), [{**batch, **extra}] * 2, self.fns, 1.0)
 
 
 def build_meshes(config, devices) -> dict[str, jax.sharding.Mesh]:
@@ -107,7 +109,7 @@ def build(name: str, config, mesh, tokenizer, *, tools=None, progress=None) -> A
   optimizer = learner.make_optimizer(**a.optimizer.to_dict())
   options = learner.LossOptions(temperature=float(config.rollout.temperature), **config.method.loss.to_dict())
   fns = learner.make_update(model, optimizer, options, chunk=config.train.logprob_chunk)
-  params = _initial_params(name, config, model, mesh, tokenizer, progress)
+  params = initial_params(name, config, model, mesh, tokenizer, progress)
   warm = jax.device_get(params)
   r = config.rollout
   shapes = engine.EngineConfig(tokenizer.control("<|end|>"), slots=r.slots, max_length=a.limits.context,
@@ -121,8 +123,8 @@ def build(name: str, config, mesh, tokenizer, *, tools=None, progress=None) -> A
   return Agent(name, a, model, mesh, sampler, runtime, options, fns, state, warm=warm, reference=reference)
 
 
-def _initial_params(name: str, config, model, mesh, tokenizer, progress):
-  """Parameters to start from, on the agent's mesh: shipped, cached, trained now, or fresh."""
+def initial_params(name: str, config, model, mesh, tokenizer, progress):
+  """Parameters to start from, on the agent's mesh: shipped, cached, trained now, fresh, or a file of a folder."""
   a, how = config.agents[name], config.train.warm_start
   try:
     fresh = sharding.init_sharded(model, jax.random.key(a.warm_start.seed), mesh)
@@ -130,9 +132,14 @@ def _initial_params(name: str, config, model, mesh, tokenizer, progress):
     raise UserError(f"config.agents.{name}: {error}") from error
   if how == "none":
     return fresh
+  if how not in ("shipped", "rebuild"):
+    path = pathlib.Path(how) / f"{name}.safetensors"
+    if not path.is_file():
+      raise UserError(f"config.train.warm_start={how!r} is neither shipped, rebuild, none nor a folder with {path.name}")
+    with user_input(f"config.train.warm_start: {path}"):
+      return sharding.place(checkpoint.load_weights(path, jax.eval_shape(lambda: fresh))[0], mesh)
   w = a.warm_start
-  settings = warm_start.Settings(w.steps, w.batch, w.learning_rate, w.warmup_updates, w.permute, w.count, w.seed)
-  key = warm_start.content_hash(model.config, tokenizer.fingerprint, demonstrations(name, config, PROBE), settings)
+  settings, key = warm_start_key(name, config, model, tokenizer)
   path = None if how == "rebuild" else warm_start.find(key)
   if path is not None:
     loaded, _ = checkpoint.load_weights(path, jax.eval_shape(lambda: fresh))
@@ -145,6 +152,13 @@ def _initial_params(name: str, config, model, mesh, tokenizer, progress):
   warm_start.save(warm_start.cache_folder() / f"{key}.safetensors", params,
                   {"agent": name, "loss": f"{loss:.4f}", "steps": str(w.steps)})
   return params
+
+
+def warm_start_key(name: str, config, model, tokenizer) -> tuple[warm_start.Settings, str]:
+  """The settings of an agent's warm start, and the name of the weights that they make."""
+  w = config.agents[name].warm_start
+  settings = warm_start.Settings(w.steps, w.batch, w.learning_rate, w.warmup_updates, w.permute, w.count, w.seed)
+  return settings, warm_start.content_hash(model.config, tokenizer.fingerprint, demonstrations(name, config, PROBE), settings)
 
 
 # So many demonstrations stand for all of them in the hash that names a warm start: making all takes long.

@@ -41,7 +41,7 @@ def agent_config(*, tools=(), delegates=(), demonstrations="search", **overrides
   c.delegates = tuple(delegates)  # names of sub-agents it may call
   c.model = config_dict.ConfigDict(dict(
     num_layers=2, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=384, rope_theta=10_000.0,
-    norm_eps=1e-6, tie_embeddings=True, token_shift=True, dtype="float32"))
+    norm_eps=1e-6, tie_embeddings=True, token_shift=True, init_std=0.02, dtype="float32"))
   c.mesh = config_dict.ConfigDict(dict(data=1, fsdp=1, tensor=1))  # devices along each axis
   c.optimizer = config_dict.ConfigDict(dict(
     learning_rate=2e-4, warmup_updates=15, b1=0.9, b2=0.98, eps=1e-8, weight_decay=0.0, clip_norm=0.5))
@@ -91,11 +91,11 @@ def base_config() -> config_dict.ConfigDict:
   m.loss.importance_cap = config_dict.placeholder(float)
   m.loss.norm_length = config_dict.placeholder(int)
   c.rollout = config_dict.ConfigDict(dict(
-    temperature=1.0, slots=64, decode_chunk=16, prefill_buckets=(16, 32, 64, 128), prefill_rows=16, tool_threads=0,
+    temperature=1.0, slots=64, decode_chunk=16, prefill_buckets=(16, 32, 64), prefill_rows=16, tool_threads=0,
     thinking="optional", random_search=False))
   c.train = config_dict.ConfigDict(dict(
     steps=60, updates_per_step=2, rows=16, length=256, logprob_chunk=64, max_bad_updates=3,
-    warm_start="shipped",  # "shipped" (made anew when the settings differ), "rebuild", "none", or a folder
+    warm_start="shipped",  # ("rebuild", "none", or a folder of AGENT.safetensors): made anew where settings differ
     sample_rollouts=4))  # rollouts per step kept as readable text
   c.checkpoint = config_dict.ConfigDict(dict(every=20, keep_last=2, keep_best=1))
   c.eval = config_dict.ConfigDict(dict(every=20, final=True))

@@ -65,9 +65,9 @@ class _Asker:
   def all(self, warm: dict, trained: dict) -> None:
     team, world = self.team, self.team.world
     subs = [n for n in team.agents if n != MAIN]
-    blind = self._runtimes(lambda seed: _NothingFound())
-    lost = self._runtimes(world.random_tools)
-    oracle = dict.fromkeys(subs, world.oracle)
+    blind, _ = control(team, "closed_book")
+    lost, _ = control(team, "random_search")
+    _, oracle = control(team, "perfect_sub")
     gold = world.subquestions(world.test)[: len(world.test)]
     self.ask("warm start", warm)
     self.ask("trained", trained, baseline="warm start")
@@ -107,8 +107,15 @@ class _Asker:
                        "levels": result.levels, "summary": result.summary()}
     write_json(path, self.done[name])
 
-  def _runtimes(self, tools) -> dict:
-    return {n: dataclasses.replace(r, tools=tools if r.tools else None) for n, r in self.team.runtimes.items()}
+
+def control(team, name: str) -> tuple[dict, dict | None]:
+  """(runtimes, stand-ins) of a control: "none", "closed_book", "random_search" or "perfect_sub"."""
+  if name == "perfect_sub":
+    return team.runtimes, {n: team.world.oracle for n in team.agents if n != MAIN}
+  tools = {"closed_book": lambda seed: _NothingFound(), "random_search": team.world.random_tools}.get(name)
+  if tools is None:
+    return team.runtimes, None
+  return {n: dataclasses.replace(r, tools=tools if r.tools else None) for n, r in team.runtimes.items()}, None
 
 
 def _gains(done: dict[str, dict], baseline_of: dict[str, str]) -> dict:

@@ -260,8 +260,9 @@ def train(config, folder: RunFolder, *, finish: Callable[[Team, checkpoint.Check
       if start is None:
         start = 0
         _evaluate_and_save(team, checkpoints, iterator, 0, log, {})
-      for a in team.agents.values():
+      for name, a in team.agents.items():
         a.warm_up(config.train.rows, config.train.length)
+        _group(team, [], name, 0)
       bar = metrics.Progress(steps, "train", initial=start)
       with bar:
         for step in range(start, steps):

@@ -39,11 +39,9 @@ def read_line(title, field):
   if line is None:
     return None, None
   rest, link = line[len(field) + 2 :], None
-  if rest.startswith("["):
-    link = page.links[int(rest[1]) - 1]
-    rest = rest[4:]
-  if field == "borders":
-    rest = rest.split(" [")[0].rsplit(" ", 1)[0]
+  if "[" in rest:
+    rest, _, number = rest.partition(" [")
+    link = page.links[int(number[0]) - 1]
   return rest, link
 
 
@@ -84,12 +82,12 @@ def test_changing_a_served_byte_changes_the_answer():
 
 def test_known_facts_stand_on_their_pages():
   assert ATLAS.pages["algeria"].text == (
-    "algeria\ncapital: [1] algiers\nborders: [2] morocco 1941 [3] mali 1359\ncurrency: dzd\n"
-    "language: arabic\nregion: africa\nhighest point: [4] tahat\ndomain: dz"
+    "algeria\ncapital: algiers [1]\nborders: morocco [2] 1941 mali [3] 1359\ncurrency: dzd\n"
+    "language: arabic\nregion: africa\nhighest point: tahat [4]\ndomain: dz"
   )
   assert ATLAS.pages["algeria"].links == ("algiers", "morocco", "mali", "tahat")
-  assert ATLAS.pages["oran"].text == "oran\ncountry: [1] algeria"
-  assert ATLAS.pages["tahat"].text == "tahat\ncountry: [1] algeria\nheight: 2908"
+  assert ATLAS.pages["oran"].text == "oran\ncountry: algeria [1]"
+  assert ATLAS.pages["tahat"].text == "tahat\ncountry: algeria [1]\nheight: 2908"
   assert read_line("united states", "capital")[0] == "washington dc"
   assert read_line("russia", "borders")[0] == "kazakhstan"
   assert read_line("france", "domain")[0] == "fr"
@@ -117,11 +115,11 @@ def test_pages_are_lower_case_ascii_titles_are_unique_and_links_resolve_in_order
   names = collections.Counter()
   for title, page in ATLAS.pages.items():
     assert page.title == title and page.text.split("\n")[0] == title
-    assert re.fullmatch(r"[a-z0-9 ]+(\n[a-z ]+:( \[[1-9]\])? [a-z0-9 \[\]]+)*", page.text), page.text
+    assert re.fullmatch(r"[a-z0-9 ]+(\n[a-z ]+: [a-z0-9 ]+( \[[1-9]\]( \d+)?( [a-z ]+ \[[1-9]\] \d+)?)?)*", page.text), page.text
     assert atlas_pages.normalize(title) == title
-    marks = re.findall(r"\[(\d)\] ([a-z0-9 ]+?)(?= \d+ \[| \d+\n| \d+$|\n|$)", page.text)
-    assert [int(n) for n, _ in marks] == list(range(1, len(page.links) + 1))
-    assert [name for _, name in marks] == list(page.links)
+    marks = re.findall(r"(?:: | \d+ )([a-z0-9 ]+?) \[(\d)\]", page.text)
+    assert [int(n) for _, n in marks] == list(range(1, len(page.links) + 1))
+    assert [name for name, _ in marks] == list(page.links)
     assert all(link in ATLAS.pages for link in page.links)
     assert len(page.text) <= 230
     names.update({title, *page.aliases})
@@ -359,4 +357,4 @@ def test_questions_written_in_gaias_columns_are_read_back_by_gaias_reader(tmp_pa
 def test_the_command_prints_counts_a_page_and_evidence(capsys):
   atlas_module.main()
   out = capsys.readouterr().out
-  assert "test: pages" in out and "3 hops:" in out and "capital: [1] algiers" in out and "on page" in out
+  assert "test: pages" in out and "3 hops:" in out and "capital: algiers [1]" in out and "on page" in out

@@ -103,7 +103,7 @@ def test_a_link_to_a_missing_page_is_refused():
 def test_a_session_searches_visits_and_follows_links():
   browser = Browser(WEB)
   assert browser.call("search", {"query": "oran"}) == "found: [1] oran"
-  assert browser.call("visit", {"link": 1}) == "oran\ncountry: [1] algeria"
+  assert browser.call("visit", {"link": 1}) == "oran\ncountry: algeria [1]"
   assert browser.call("visit", {"link": "1"}) == ATLAS.pages["algeria"].text
   assert browser.call("visit", {"link": "[2]"}) == ATLAS.pages["morocco"].text  # links of the page shown last
   assert browser.call("search", {"query": "xyzzy"}) == "nothing found"

@@ -54,8 +54,8 @@ _LINKED = ("capital", "borders", "highest point", "country")  # their value is f
 
 # Fixed strings of pages, questions and subquestions; a tokenizer makes each a whole token.
 TEMPLATE_TOKENS: list[str] = [
-  *(f"\n{field}:" if field in _LINKED else f"\n{field}: " for field in FIELDS),
-  *(f" [{n}] " for n in range(1, 10)),
+  *(f"\n{field}: " for field in FIELDS),
+  *(f" [{n}]" for n in range(1, 10)),
   *PHRASES.values(),
   "What is ",
   "?",
@@ -72,7 +72,7 @@ _STEPS = ("borders", "highest point", "country")
 
 
 class Fact(NamedTuple):
-  """One line of a page: its value, and the number of the link before it (None if it has none)."""
+  """One line of a page: its value, and the number of the link after it (None if it has none)."""
 
   value: str
   link: int | None
@@ -91,10 +91,9 @@ def facts(text: str) -> dict[str, Fact]:
   found = {}
   for line in text.split("\n")[1:]:
     field, _, rest = line.partition(":")
-    match = re.match(r" (?:\[(\d)\] )?([a-z0-9 ]+)", rest)
+    match = re.match(r" ([a-z0-9 ]+?)(?: \[(\d)\]|$)", rest)
     if field in PHRASES and match:
-      value = re.sub(r" \d+ *$", "", match[2]) if field == "borders" else match[2]
-      found[field] = Fact(value.strip(), int(match[1]) if match[1] else None)
+      found[field] = Fact(match[1], int(match[2]) if match[2] else None)
   return found
 
 
@@ -241,7 +240,7 @@ class Atlas:
       lines = self.pages[title].text.split("\n")
       texts.append(lines[0])
       for line in lines[1:]:
-        texts += [part.strip() for part in re.split(r"\[\d\]", line.partition(":")[2]) if part.strip()]
+        texts += [part.strip() for part in re.split(r" \[\d\]", line.partition(":")[2]) if part.strip()]
     return texts
 
 

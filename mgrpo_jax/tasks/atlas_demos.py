@@ -365,9 +365,8 @@ class _Session:
 
   def _call(self, name: str, **arguments) -> None:
     self.text = self.session.call(name, arguments)
-    self.shown = [
-      m.strip() for m in re.findall(r" \[\d\] ([a-z0-9 ]+?)(?= \d+(?: |$|\n)| \[|$|\n)", self.text)
-    ]
+    hit = r"\[\d\] ([a-z0-9 ]+?)(?= \[|$)" if name == "search" else r"(?:: | \d+ )([a-z0-9 ]+?) \[\d\]"
+    self.shown = re.findall(hit, self.text)
     self.turns.append((_call(name, **arguments), self.text))
 
 

@@ -1,16 +1,16 @@
 """From the CIA World Factbook (public domain) to a small web of linked plain-text pages.
 
 The models that read these pages are tiny, so a page is a title and a few short lines of lower-case
-ASCII words. Three kinds: a country, a city, a peak. A line is a field and its value; `[n]` before a
-value numbers the links of the page, and link n goes to the page whose title follows it:
+ASCII words. Three kinds: a country, a city, a peak. A line is a field and its value; `[n]` after a
+value numbers the links of the page, and link n goes to the page whose title stands before it:
 
     algeria
-    capital: [1] algiers
-    borders: [2] morocco 1941 [3] mali 1359
+    capital: algiers [1]
+    borders: morocco [2] 1941 mali [3] 1359
     currency: dzd
     language: arabic
     region: africa
-    highest point: [4] tahat
+    highest point: tahat [4]
     domain: dz
 
 A fact that the source leaves unclear (two capitals, a tie of borders, an unnamed hill) has no line,
@@ -159,10 +159,10 @@ def build_pages() -> tuple[dict[str, Page], dict[str, str]]:
     pages[c.title] = _country_page(c, known, cities, peaks, names)
     for city in (c.capital, *c.cities):
       if city and cities.get(city) == c.title:
-        text = f"{city}\ncountry: [1] {c.title}"
+        text = f"{city}\ncountry: {c.title} [1]"
         pages[city] = Page(city, text, (c.title,), VALUE_ALIASES.get(city, ()), "city", c.title)
     if c.peak and peaks.get(c.peak[0]) == c.title:
-      text = f"{c.peak[0]}\ncountry: [1] {c.title}\nheight: {c.peak[1]}"
+      text = f"{c.peak[0]}\ncountry: {c.title} [1]\nheight: {c.peak[1]}"
       pages[c.peak[0]] = Page(c.peak[0], text, (c.title,), VALUE_ALIASES.get(c.peak[0], ()), "peak", c.title)
   return pages, {c.title: c.region for c in countries}
 
@@ -177,7 +177,7 @@ def _country_page(c: _Country, known, cities, peaks, names) -> Page:
     if not exists:
       return title
     links.append(title)
-    return f"[{len(links)}] {title}"
+    return f"{title} [{len(links)}]"
 
   if c.capital:
     lines.append("capital: " + linked(c.capital, cities.get(c.capital) == c.title))
