@@ -109,9 +109,9 @@ class EngineConfig:
   stop_token: int
   slots: int = 64
   max_length: int = 256
-  prefill_rows: int = 16
+  prefill_rows: int = 8
   buckets: tuple[int, ...] = (16, 32, 64, 128)
-  decode_chunk: int = 16
+  decode_chunk: int = 8
 
   def __post_init__(self):
     for name in ("slots", "max_length", "prefill_rows", "decode_chunk"):
