@@ -16,7 +16,9 @@ def get_config(arg=None):
   c.run_dir = "runs/gaia"
   c.agents.main = agent_config(delegates=("search",), demonstrations="main")
   c.agents.search = agent_config(tools=("search", "visit"), demonstrations="search", expert="atlas_oracle")
-  c.agents.search.limits.context = 192
+  limits = c.agents.search.limits
+  limits.context, limits.turn_tokens, limits.tokens = 208, 48, 160
+  c.agents.search.warm_start.update(steps=500, learning_rate=3e-3)
   if arg == "long":
     c.run_dir = "runs/gaia-long"
     c.method.queries, c.train.steps = 16, 300

@@ -14,7 +14,8 @@ def get_config(arg=None):
   c.run_dir = "runs/gaia-single"
   c.agents.main = agent_config(tools=("search", "visit"), demonstrations="single")
   limits = c.agents.main.limits
-  limits.context, limits.turns, limits.calls, limits.tokens = 384, 16, 12, 192
+  limits.context, limits.turns, limits.calls, limits.turn_tokens, limits.tokens = 384, 16, 12, 48, 256
+  c.agents.main.warm_start.update(steps=700, learning_rate=3e-3)
   c.train.rows, c.train.length = 8, 512
   if arg == "smoke":
     c.run_dir = "runs/gaia-single-smoke"

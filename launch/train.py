@@ -22,7 +22,10 @@ CONFIG = config_flags.DEFINE_config_file(
 def main(argv):
   if len(argv) > 1:
     raise errors.UserError(f"unknown argument {argv[1]!r}; settings are written --config.KEY=VALUE")
-  from mgrpo_jax import run  # imports jax, which a wrong flag need not wait for
+  from mgrpo_jax import validation
+
+  validation.validate(CONFIG.value)
+  from mgrpo_jax import run  # imports jax, which a wrong setting need not wait for
 
   run.run(CONFIG.value)
 

@@ -157,7 +157,9 @@ def initial_params(name: str, config, model, mesh, tokenizer, progress):
 def warm_start_key(name: str, config, model, tokenizer) -> tuple[warm_start.Settings, str]:
   """The settings of an agent's warm start, and the name of the weights that they make."""
   w = config.agents[name].warm_start
-  settings = warm_start.Settings(w.steps, w.batch, w.learning_rate, w.warmup_updates, w.permute, w.count, w.seed)
+  length = 256 * -(-config.agents[name].limits.context // 256)
+  settings = warm_start.Settings(w.steps, w.batch, w.learning_rate, w.warmup_updates, w.permute, w.count, w.seed,
+                                 rows=max(1, 4096 // length), length=length)
   return settings, warm_start.content_hash(model.config, tokenizer.fingerprint, demonstrations(name, config, PROBE), settings)
 
 

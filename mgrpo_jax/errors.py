@@ -2,7 +2,8 @@
 
 A launcher ends with `errors.run(main)`. Mistakes of the user (`UserError`, flags, missing files, a full
 disk) become `error: <sentence>` on stderr and exit code 2; anything else is a fault of the program and keeps
-its traceback. `MGRPO_TRACEBACK=1` shows the traceback of every error.
+its traceback. `MGRPO_TRACEBACK=1` shows the traceback of every error. SIGTERM (a machine that is taken away)
+ends a run as Ctrl-C does.
 """
 
 from __future__ import annotations
@@ -14,13 +15,20 @@ import functools
 import os
 import re
 import shutil
+import signal
 import sys
+import threading
+import traceback
 
 STOPPED = "stopped; run the same command to continue"
 
 
 class UserError(ValueError):
   """One clear sentence for the person at the terminal: what is wrong, where, and what to do."""
+
+
+class _Terminated(BaseException):
+  """SIGTERM came. Not an Exception, so that nothing on the way takes it for a failure to deal with."""
 
 
 @contextlib.contextmanager
@@ -42,15 +50,20 @@ def user_input(what: str = ""):
 def report(main):
   """Wraps `main` so that its errors end the process with one sentence: see the module's docstring.
 
-  Exit codes: 2 for the user's mistakes, 130 after Ctrl-C, 1 when the reader of our output went away.
+  Exit codes: 2 for the user's mistakes, 130 after Ctrl-C, 143 after SIGTERM, 1 when the reader of our output
+  went away.
   """
 
   @functools.wraps(main)
   def wrapped(*args, **kwargs):
     try:
+      if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
       return main(*args, **kwargs)
     except KeyboardInterrupt as e:
       _leave(STOPPED, 130, e, prefix="")
+    except _Terminated as e:
+      _leave(STOPPED, 143, e, prefix="")
     except BrokenPipeError as e:
       # Python would complain once more while flushing stdout at exit.
       os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -76,13 +89,19 @@ def explain(e: BaseException) -> str | None:
   if isinstance(e, UserError):
     return one_line(e)
   for cause in _chain(e):
-    if _is_disk_full(cause):
+    if is_disk_full(cause):
       return _disk_full_sentence(cause)
+  if isinstance(e, MemoryError) or "RESOURCE_EXHAUSTED" in str(e):
+    return f"out of memory ({one_line(e)[:160]}); lower config.train.rows, config.rollout.slots or the size of the models"
   if isinstance(e, OSError) and e.filename is not None:
     return f"{e.strerror or type(e).__name__}: {e.filename!r}"
   if type(e).__module__.startswith("absl.flags"):
     return one_line(e)
   return None
+
+
+def _terminate(number, frame):
+  raise _Terminated
 
 
 def one_line(text) -> str:
@@ -93,8 +112,6 @@ def _leave(sentence: str, code: int, e: BaseException, prefix: str = "error: "):
   with contextlib.suppress(OSError):
     sys.stdout.flush()
   if os.environ.get("MGRPO_TRACEBACK") not in (None, "", "0"):
-    import traceback
-
     traceback.print_exception(e)
   print(prefix + sentence, file=sys.stderr, flush=True)
   raise SystemExit(code) from e
@@ -108,11 +125,15 @@ def _chain(e: BaseException | None):
     e = e.__cause__ or e.__context__
 
 
-def _is_disk_full(e: BaseException) -> bool:
-  if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: files may not be so large (ulimit -f)
+
+
+def is_disk_full(e: BaseException) -> bool:
+  """Whether an error says that nothing more can be written."""
+  if isinstance(e, OSError) and e.errno in _DISK_FULL:
     return True
   # tensorstore (under orbax) reports it as a ValueError with the system's words.
-  return "No space left on device" in str(e) or "Disk quota exceeded" in str(e)
+  return any(os.strerror(number) in str(e) for number in _DISK_FULL)
 
 
 def _disk_full_sentence(e: BaseException) -> str:
@@ -121,6 +142,8 @@ def _disk_full_sentence(e: BaseException) -> str:
     quoted = re.search(r"[\"'`](/[^\"'`]+)[\"'`]", str(e))
     path = quoted.group(1) if quoted else os.getcwd()
   path = os.fsdecode(path)
+  if os.strerror(errno.EFBIG) in str(e):
+    return f"{path!r} cannot grow: files may not be so large here; lift the limit (ulimit -f) and run the same command again"
   free = f"{free_mb(path):.0f} MB free"
   return f"no disk space left for {path!r} ({free}); free some and run the same command again"
 
@@ -146,10 +169,35 @@ def _parse_flags(argv):
     absent = re.search(r"\[Errno 2\][^\n]*: '([^'\n]*)'", str(e))
     raise UserError(f"no config file at {absent.group(1)!r}" if absent else one_line(e)) from e
   except flags.Error as e:
-    raise UserError(one_line(e)) from e
+    raise UserError(_config_file_sentence(e) or one_line(e)) from e
   except (AttributeError, KeyError, TypeError, ValueError) as e:
     # ml_collections raises these for an override of a key that the config lacks, naming only its last part.
-    raise UserError(_unknown_key_sentence(argv) or f"{type(e).__name__} in the flags: {one_line(e)}") from e
+    sentence = _config_file_sentence(e) or _unknown_key_sentence(argv) or f"{type(e).__name__} in the flags: {one_line(e)}"
+    raise UserError(sentence) from e
+  except Exception as e:  # the code of a config file may raise anything
+    if sentence := _config_file_sentence(e):
+      raise UserError(sentence) from e
+    raise
+
+
+def _config_file_sentence(e: BaseException) -> str | None:
+  """The sentence for an error in the code of a config file, with the line; None if `e` comes from elsewhere."""
+  if isinstance(e, SyntaxError):
+    return f"config file {e.filename!r}, line {e.lineno}: {e.msg}"
+  inside = "Error whilst parsing config file"  # ml_collections puts the traceback into the message
+  if inside in str(e):
+    text = str(e).rstrip()
+    frames, last = re.findall(r'File "([^"]+)", line (\d+)', text), text.splitlines()[-1].strip()
+  else:
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(e.__traceback__)]
+    last = f"{type(e).__name__}: {one_line(e)}"
+    loader = [i for i, (name, _) in enumerate(frames) if "config_flags" in name]
+    frames = frames[loader[-1] + 1:] if loader else []
+  frames = [f for f in frames if "ml_collections" not in f[0] and not f[0].startswith("<")]
+  if not frames:
+    return None
+  # what a config file refuses on purpose speaks for itself
+  return f"config file {frames[0][0]!r}, line {frames[0][1]}: {last.removeprefix('ValueError: ')}"
 
 
 def _unknown_key_sentence(argv) -> str | None:

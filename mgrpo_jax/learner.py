@@ -62,20 +62,40 @@ def make_optimizer(*, learning_rate: float, warmup_updates: int = 0, decay_updat
 
 
 def init_state(params, optimizer: optax.GradientTransformation) -> State:
-  """Train state around parameters; moments are created with the parameters' shardings."""
-  shardings = jax.tree.map(lambda p: p.sharding, params)
-  replicated = jax.tree.leaves(shardings)[0].mesh if hasattr(jax.tree.leaves(shardings)[0], "mesh") else None
-  opt_state = jax.jit(optimizer.init)(params)
-  if replicated is not None:
-    opt_state = _like_params(opt_state, shardings, replicated)
-  return {"params": params, "opt_state": opt_state, "step": jnp.zeros((), jnp.int32)}
+  """Train state around parameters (jax arrays, used as they are); moments are created where their parameters lie."""
+  places, scalar = _places(params)
+  shapes = jax.eval_shape(optimizer.init, params)
+  opt_places = optax.tree.map_params(optimizer, lambda _, place: place, shapes, places, transform_non_params=lambda _: scalar)
+  return {"params": jax.device_put(params, places), "opt_state": jax.jit(optimizer.init, out_shardings=opt_places)(params),
+          "step": jax.device_put(jnp.zeros((), jnp.int32), scalar)}
 
 
-def _like_params(opt_state, shardings, mesh):
-  """Moments live where their parameters live; counters are replicated."""
-  plain = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  return optax.tree.map_params(lambda _: opt_state, lambda leaf, s: jax.device_put(leaf, s), opt_state, shardings,
-                               transform_non_params=lambda leaf: jax.device_put(leaf, plain))
+def _places(params):
+  """(sharding of each parameter, sharding of a scalar beside them)."""
+  places = jax.tree.map(lambda p: p.sharding, params)
+  first = jax.tree.leaves(places)[0]
+  if isinstance(first, jax.sharding.NamedSharding):
+    return places, jax.sharding.NamedSharding(first.mesh, jax.sharding.PartitionSpec())
+  return places, first
+
+
+def _jit_in_place(function: Callable, places: Callable, donate: tuple[int, ...] = ()) -> Callable:
+  """`jax.jit(function)` whose outputs lie where `places(*args)` says; one program per placement.
+
+  Left to itself the compiler may put an output elsewhere than the input that it replaces in the next call, and then
+  compile that call again.
+  """
+  programs: dict = {}
+
+  def call(*args):
+    out = places(*args)
+    leaves, structure = jax.tree.flatten(out)
+    key = (tuple(leaves), structure)
+    if key not in programs:
+      programs[key] = jax.jit(function, out_shardings=out, donate_argnums=donate)
+    return programs[key](*args)
+
+  return call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +139,8 @@ def make_update(model, optimizer: optax.GradientTransformation, options: LossOpt
     value, metrics = loss_lib.clipped_ratio_loss(
       lp, batch["behavior_logprobs"], batch["advantages"], batch["mask"], batch["weights"],
       clip_low=options.clip_low, clip_high=options.clip_high, ratio=options.ratio, dual_clip=options.dual_clip,
-      proximal_logprobs=batch.get("proximal_logprobs"), importance_cap=options.importance_cap,
-      ref_logprobs=batch.get("ref_logprobs"), kl_coef=options.kl_coef, kl=options.kl, **shared)
+      importance_cap=options.importance_cap, kl_coef=options.kl_coef, kl=options.kl, **_other_policies(batch, options),
+      **shared)
     if options.entropy_coef:
       value -= options.entropy_coef * loss_lib.masked_aggregate(entropy, batch["mask"], batch["weights"], **shared)
     seen = batch["mask"] & (jnp.append(batch["weights"], 0.0)[batch["segment_ids"]] > 0)
@@ -128,12 +148,10 @@ def make_update(model, optimizer: optax.GradientTransformation, options: LossOpt
     metrics = dict(metrics, entropy=(jnp.sum(jnp.where(seen, jax.lax.stop_gradient(entropy), 0.0)), count))
     return value, metrics
 
-  @functools.partial(jax.jit, donate_argnums=1)
   def gradients(params, so_far, batch, normalizer):
     (value, metrics), grads = jax.value_and_grad(batch_loss, has_aux=True)(params, batch, normalizer)
     return jax.tree.map(jnp.add, so_far, (grads, value)), metrics
 
-  @functools.partial(jax.jit, donate_argnums=0)
   def apply(state, total):
     grads, loss = total
     norm = optax.global_norm(grads)
@@ -143,8 +161,20 @@ def make_update(model, optimizer: optax.GradientTransformation, options: LossOpt
     # select, so that a skipped update leaves parameters, moments and counters exactly as they were
     return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, state), {"loss": loss, "grad_norm": norm, "finite": good}
 
-  return UpdateFns(gradients, apply, jax.jit(lambda params, batch: batch_logprobs(params, batch)[0]),
-                   jax.jit(lambda params: (jax.tree.map(jnp.zeros_like, params), jnp.zeros(()))))
+  return UpdateFns(
+    gradients=_jit_in_place(gradients, lambda params, *_: (_places(params), None), donate=(1,)),
+    apply=_jit_in_place(apply, lambda state, _: (jax.tree.map(lambda x: x.sharding, state), None), donate=(0,)),
+    logprobs=jax.jit(lambda params, batch: batch_logprobs(params, batch)[0]),
+    zeros=_jit_in_place(lambda params: (jax.tree.map(jnp.zeros_like, params), jnp.zeros(())), _places))
+
+
+def _other_policies(batch: dict, options: LossOptions) -> dict:
+  """The log-probabilities of other policies that the options ask for; nothing else in the batch changes the loss."""
+  needed = {"proximal_logprobs": options.proximal, "ref_logprobs": options.kl_coef != 0}
+  for name, need in needed.items():
+    if need and name not in batch:
+      raise ValueError(f"the loss options need {name}, which the batch lacks; put `UpdateFns.logprobs` of that policy in it")
+  return {name: batch[name] for name, need in needed.items() if need}
 
 
 def update(state: State, batches: Sequence[dict], fns: UpdateFns, normalizer: float) -> tuple[State, dict]:

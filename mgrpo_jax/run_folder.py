@@ -1,6 +1,6 @@
 """One run = one folder: its layout, its lock, and the config it was started with.
 
-    config.json        the config as used; another config in the same folder is refused
+    config.json        the config as used; another config in the same folder is refused once it has a checkpoint
     metrics.jsonl      one JSON object a line (see metrics.py)
     tensorboard/       the same numbers for TensorBoard
     rollouts/          sampled rollouts as readable text
@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mgrpo_jax.errors import UserError, free_mb
+from mgrpo_jax.errors import UserError, free_mb, is_disk_full
 
 try:
   import fcntl
@@ -47,7 +47,7 @@ class RunFolder:
   def __init__(self, path: pathlib.Path, config: dict, lock: int | None, resumed: bool):
     self.path = path
     self.config_dict = config
-    self.resumed = resumed  # a config was there already: this is (or may be) a continuation
+    self.resumed = resumed  # a checkpoint is there already: this is a continuation
     self._lock = lock
     _OPEN.add(self)
 
@@ -74,26 +74,32 @@ class RunFolder:
     Raises:
       UserError: folder in use, another config in it, no disk space, not a folder, or a run there already.
     """
-    path = pathlib.Path(path)
+    path = pathlib.Path(path).expanduser()
     config = plain_config(config)
     try:
       path.mkdir(parents=True, exist_ok=True)
+      lock = _take_lock(path)
     except (FileExistsError, NotADirectoryError) as e:
       raise UserError(f"run folder {str(path)!r} cannot be made: a file of that name is in the way") from e
-    lock = _take_lock(path)
+    except OSError as e:
+      raise UserError(f"run folder {str(path)!r} cannot be used ({e.strerror}); choose another run_dir") from e
     try:
-      resumed = (path / CONFIG).exists()
+      if (path / CONFIG).exists() and not may_exist:
+        raise UserError(f"run folder {str(path)!r} already holds a run; choose another run_dir")
+      # without a checkpoint nothing can be lost: a first try that failed does not bind the next one
+      resumed = (path / CONFIG).exists() and _holds_checkpoint(path)
       if resumed:
-        if not may_exist:
-          raise UserError(f"run folder {str(path)!r} already holds a run; choose another run_dir")
         _compare(path, config, ignore)
       if (free := free_mb(path)) < min_free_mb:
         raise UserError(
           f"only {free:.0f} MB free for run folder {str(path)!r}, at least {min_free_mb:.0f} MB are needed"
         )
-      write_json(path / CONFIG, config)
-      for name in (ROLLOUTS, CHECKPOINTS):
-        (path / name).mkdir(exist_ok=True)
+      try:
+        write_json(path / CONFIG, config)
+        for name in (ROLLOUTS, CHECKPOINTS):
+          (path / name).mkdir(exist_ok=True)
+      except (FileExistsError, NotADirectoryError, PermissionError) as e:
+        raise UserError(f"run folder {str(path)!r} cannot be used ({e.strerror}: {str(e.filename)!r}); choose another run_dir") from e
     except BaseException:
       _release(lock)
       raise
@@ -107,7 +113,9 @@ class RunFolder:
   def __enter__(self) -> RunFolder:
     return self
 
-  def __exit__(self, *exc) -> None:
+  def __exit__(self, kind, error, traceback) -> None:
+    if isinstance(error, OSError) and error.filename is None and is_disk_full(error):
+      error.filename = str(self.path)  # a write that fails does not say where; it is most likely here
     self.close()
 
   @property
@@ -213,6 +221,10 @@ def _flat(config: Mapping, prefix: str = "") -> dict:
     else:
       out[prefix + k] = v
   return out
+
+
+def _holds_checkpoint(path: pathlib.Path) -> bool:
+  return any(p.name.removeprefix("step").isdigit() for p in (path / CHECKPOINTS).glob("step*"))
 
 
 def _compare(path: pathlib.Path, config: dict, ignore: Sequence[str]) -> None:

@@ -47,8 +47,8 @@ class Settings:
   permute: float
   count: int
   seed: int
-  rows: int = 16
-  length: int = 256
+  rows: int
+  length: int
 
 
 def cache_folder() -> pathlib.Path:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import pathlib
 import random
+import sys
+import tempfile
 from collections.abc import Callable
 
 from mgrpo_jax.config import MAIN
 from mgrpo_jax.credit import Expert
 from mgrpo_jax.errors import UserError, user_input
 from mgrpo_jax.policy import tokenizer as tokenizer_lib
-from mgrpo_jax.rollout import protocol
+from mgrpo_jax.rollout import conversation, protocol
+from mgrpo_jax.run_folder import write_bytes
 from mgrpo_jax.tasks import atlas, gaia
 from mgrpo_jax.tools import web
 from mgrpo_jax.trajectory import Query
@@ -46,21 +50,24 @@ class World:
   subquestions: Callable[[list[Query]], list[Query]]
 
 
-def load(config, folder: pathlib.Path) -> World:
-  """Build the world of a config; atlas questions are written to `folder`/questions in GAIA's format and read back.
+def load(config, folder: pathlib.Path | None) -> World:
+  """Build the world of a config; atlas questions are written to `folder`/questions in GAIA's format (None: nowhere).
 
   Raises:
-    UserError: missing or broken files, too few questions, an expert that cannot be imported.
+    UserError: missing or broken files, too few questions, a context that they do not fit, a bad expert.
   """
   pages = atlas.Atlas.load()
+  experts = _experts(config)
   with user_input("config.task"):
-    train, validation, test = _gaia_questions(config.task) if config.task.path else _atlas_questions(config.task, folder)
+    train, validation, test = _gaia_questions(config) if config.task.path else _atlas_questions(config.task, folder)
   if len(train) < config.method.queries:
     raise UserError(f"there are {len(train)} training questions, fewer than config.method.queries={config.method.queries}")
   local = web.LocalWeb(pages.pages)
   tools = functools.partial(_session, local, config.rollout.random_search)
-  return World(train, validation, test, gaia.score_query, build_tokenizer(config, pages), tools,
-               functools.partial(_session, local, True), _experts(config), _oracle_answer, _gold_subquestions)
+  tokenizer = build_tokenizer(config, pages)
+  _check_prompts(config, tokenizer, train, validation, test)
+  return World(train, validation, test, gaia.score_query, tokenizer, tools, functools.partial(_session, local, True), experts,
+               _oracle_answer, _gold_subquestions)
 
 
 def build_tokenizer(config, pages: atlas.Atlas) -> tokenizer_lib.Tokenizer:
@@ -86,11 +93,13 @@ def _oracle_answer(task: str) -> str | None:
 
 
 def _gold_subquestions(queries: list[Query]) -> list[Query]:
-  """Each step of each question's evidence as a question of its own; nothing for questions without evidence."""
+  """Each step of each question's evidence as a question of its own; nothing for questions without atlas's evidence."""
   pages, out = atlas.Atlas.load(), {}
   for q in queries:
-    for title, relation, _ in q.metadata.get("evidence", ()):
-      task = atlas.render_chain((relation,), title)
+    for step in q.metadata.get("evidence") or ():
+      if not (isinstance(step, list | tuple) and len(step) == 3 and step[1] in atlas.PHRASES):
+        continue  # a file may have another "Evidence" column
+      task = atlas.render_chain((step[1],), str(step[0]))
       answers = pages.answer(task)
       if answers:
         out[task] = Query(task, task, answers[0], "1", tuple(answers[1:]))
@@ -101,37 +110,105 @@ def _session(local: web.LocalWeb, random_search: bool, seed: int) -> web.Browser
   return web.Browser(local, random_search_seed=seed if random_search else None)
 
 
-def _atlas_questions(task, folder: pathlib.Path) -> tuple[list[Query], ...]:
+def _atlas_questions(task, folder: pathlib.Path | None) -> tuple[list[Query], ...]:
   pages, out = atlas.Atlas.load(), []
-  (folder / "questions").mkdir(parents=True, exist_ok=True)
   counts = {"train": task.train_questions, "validation": task.validation_questions, "test": task.test_questions}
-  for split, count in counts.items():
-    path = folder / "questions" / f"{split}.jsonl"
-    atlas.write_gaia(path, pages.questions(split, count, seed=task.seed))
-    out.append(gaia.read(path))
+  with tempfile.TemporaryDirectory() as scratch:
+    for split, count in counts.items():
+      path = pathlib.Path(scratch) / f"{split}.jsonl"
+      atlas.write_gaia(path, pages.questions(split, count, seed=task.seed))
+      out.append(gaia.read(path))
+      if folder is not None:
+        (folder / "questions").mkdir(parents=True, exist_ok=True)
+        write_bytes(folder / "questions" / path.name, path.read_bytes())
   return tuple(out)
 
 
-def _gaia_questions(task) -> tuple[list[Query], ...]:
+def _gaia_questions(config) -> tuple[list[Query], ...]:
   """The file's questions in a seeded order: validation and test are taken off first, the rest is for training."""
-  queries = gaia.read(task.path)
+  task = config.task
+  queries = _read_scorable(task.path)
+  test = _read_scorable(task.test_path) if task.test_path else []
+  both = {q.id for q in queries} & {q.id for q in test} | {q.question for q in queries} & {q.question for q in test}
+  if both:
+    raise UserError(f"config.task.test_path={task.test_path!r} holds {len(both)} questions of config.task.path, such as "
+                    f"{min(both)[:60]!r}: what is trained on cannot test; remove them from one of the files")
+  left_out = queries.attachments_left_out + (test.attachments_left_out if task.test_path else 0)
   random.Random(task.seed).shuffle(queries)
-  test = gaia.read(task.test_path) if task.test_path else []
   n_test = 0 if task.test_path else min(task.test_questions, len(queries) // 3)
   n_validation = min(task.validation_questions, (len(queries) - n_test) // 3)
-  return queries[n_test + n_validation:], queries[n_test: n_test + n_validation], test or queries[:n_test]
+  test, rest = test or queries[:n_test], queries[n_test:]
+  validation, train = rest[:n_validation], rest[n_validation:][: task.train_questions]
+  if not (test and validation):
+    raise UserError(f"{task.path} holds {len(queries)} text questions, too few to split into training, validation and test")
+  print(f"questions of {task.path}: {len(train)} train, {len(validation)} validation, {len(test)} test"
+        + (f"; {left_out} with an attached file are left out" if left_out else ""), file=sys.stderr)
+  blind = [n for n, a in config.agents.items() if a.expert == "atlas_oracle"]
+  if blind and not any(atlas.parse_chain(q.question) for q in train):
+    print(f"warning: config.agents.{blind[0]}.expert='atlas_oracle' can judge no subquestion of these questions, so {blind[0]} gets "
+          "no reward; give your own module:function, or an empty text to go by the main agent's answer alone", file=sys.stderr)
+  return train, validation, test
+
+
+def _read_scorable(path: str) -> gaia.Questions:
+  """The questions of a file, all with an answer to score by."""
+  queries = gaia.read(pathlib.Path(path).expanduser())
+  if queries.hidden:
+    raise UserError(f"{path}: {queries.hidden} of {len(queries)} questions have a hidden answer ('?'), which can neither be trained on "
+                    "nor scored here; give GAIA's validation split")
+  for q in queries:
+    try:
+      "".join((q.id, q.question, q.answer, *q.aliases)).encode()
+    except UnicodeEncodeError as error:
+      raise UserError(f"{path}: the row of task_id {q.id!r} holds half a character ({error.reason}); repair it") from error
+  return queries
+
+
+def _check_prompts(config, tokenizer, train: list[Query], validation: list[Query], test: list[Query]) -> None:
+  """Every question must leave room for an answer; a file's longest ones may fail, which is said."""
+  subquestions = _gold_subquestions(train[:64]) or [Query("", "", "")]
+  for name, agent in config.agents.items():
+    queries = [*train, *validation, *test] if name == MAIN else subquestions
+    room = agent.limits.context - agent.limits.answer_reserve
+    lengths = [len(conversation.first_prompt(tokenizer, q.question, system=agent.prompt)) for q in queries]
+    over = sum(n > room for n in lengths)
+    longest, task = max(zip(lengths, (q.question for q in queries)))
+    if not over:
+      continue
+    kind = "question" if name == MAIN else "subquestion"
+    text = (f"the {kind} {' '.join(task.split())[:60]!r} takes {longest} tokens of config.agents.{name}.limits.context="
+            f"{agent.limits.context}, of which answer_reserve={agent.limits.answer_reserve} must stay free")
+    if name != MAIN or not config.task.path or all(n > room for n in lengths[: len(train)]):
+      raise UserError(f"{text}; raise the context (and config.train.length)")
+    print(f"warning: {over} of {len(queries)} questions are too long, end as context_full and count as wrong: {text}", file=sys.stderr)
 
 
 def _experts(config) -> dict[str, Expert]:
   experts = {}
   for name, agent in config.agents.items():
+    key = f"config.agents.{name}.expert={agent.expert!r}"
     if agent.expert == "atlas_oracle":
       experts[name] = atlas_oracle
     elif agent.expert:
       module, _, function = agent.expert.partition(":")
       try:
-        experts[name] = getattr(importlib.import_module(module), function)
-      except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"config.agents.{name}.expert={agent.expert!r} is neither 'atlas_oracle' nor an importable "
-                        f"'module:function' ({error})") from error
+        found = getattr(importlib.import_module(module), function)
+        inspect.signature(found).bind("a task", "a result")
+      except Exception as error:  # the user's module may raise anything
+        raise UserError(f"{key} is neither 'atlas_oracle' nor a 'module:function' that can be imported and takes (task, result): "
+                        f"{type(error).__name__}: {error}; modules are found in the folders of PYTHONPATH") from error
+      experts[name] = functools.partial(_expert_score, found, key)
   return experts
+
+
+def _expert_score(function: Callable, key: str, task: str, result: str | None) -> float | None:
+  """The score that the user's function gives, checked."""
+  try:
+    score = function(task, result)
+  except Exception as error:  # the user's function may raise anything
+    raise UserError(f"{key} failed on the task {task[:80]!r}: {type(error).__name__}: {error}") from error
+  if score is None:
+    return None
+  if not hasattr(score, "__float__") or not 0 <= float(score) <= 1:
+    raise UserError(f"{key} gave {score!r} for the task {task[:80]!r}; it must give a number from 0 to 1, or None")
+  return float(score)

@@ -32,7 +32,7 @@ ANSWER_NOW = "answer now"
 NO_RESULT = "no result"
 
 TAGS = tuple(f"<{slash}{name}>" for name in ("thinking", "tool_call", "result") for slash in ("", "/"))
-TEMPLATE_TOKENS = (*TAGS, "<tool_response>", "</tool_response>", *ERRORS, ANSWER_NOW, NO_RESULT)
+TEMPLATE_TOKENS = (*TAGS, "</thinking><result>", "<tool_response>", "</tool_response>", *ERRORS, ANSWER_NOW, NO_RESULT)
 
 
 def call_prefix(name: str, argument: str, *, text: bool = True) -> str:

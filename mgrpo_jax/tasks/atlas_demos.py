@@ -22,19 +22,20 @@ every other knob is the share of the rest (of all, for one hop and for the searc
 | main | give_up: a subquestion answered none, result none | no | sub_none .12 x give_up .5 |
 | main | misled: a subquestion answered wrongly, used in good faith | no | sub_wrong .06 |
 | search | clean: search the name, visit its page, read | yes | what is left |
-| search | miss_again: a search that does not find the page, then a right one | yes | miss .16 x (1 - give_up) |
+| search | miss_again: a search that does not find the page, then a right one | yes | miss .08 x (1 - give_up) |
 | search | miss_give_up: the same, result none | no | miss x give_up .4 |
-| search | wrong_link_back: another page opened, then the right one | yes | wrong_link .16 x (1 - give_up) |
+| search | wrong_link_back: another page opened, then the right one | yes | wrong_link .08 x (1 - give_up) |
 | search | wrong_link_give_up: another page opened, result none | no | wrong_link x give_up, half |
 | search | wrong_page: another page opened and read as if it were the one | no | wrong_link x give_up, half |
-| search | wrong_fact: the right page, another line of it | no | wrong_fact .08 |
-| search | two_hops: a subquestion of two hops, its link followed | yes | two_hops .08, half |
+| search | wrong_fact: the right page, another line of it | no | wrong_fact .04 |
+| search | two_hops: a subquestion of two hops, its link followed | yes | two_hops .05, half |
 | search | two_hops_none: a subquestion of two hops, result none | no | two_hops, half |
 | single | all of search but two_hops, in front of a whole question, links followed | | as search |
 | single | stop_early: the answer of an inner hop as the result | no | stop_early .6 |
 | single | search_again: the next page searched instead of followed | yes | search_again .15 |
 
 A name that its own search does not find (one country in 25) makes a clean demonstration miss_again.
+A reader thinks before a result that it read: it quotes the line.
 The search and single agents need the web's tools, which this module does not import: pass
 `open_session`, e.g. `lambda: Browser(web)`, whose `call(name, arguments)` gives the observation.
 """
@@ -60,13 +61,13 @@ MAIN_FLAWS = {
   "give_up": 0.5,
   "sub_wrong": 0.06,
 }
-SEARCH_FLAWS = {"miss": 0.16, "wrong_link": 0.16, "give_up": 0.4, "wrong_fact": 0.08, "two_hops": 0.08}
+SEARCH_FLAWS = {"miss": 0.08, "wrong_link": 0.08, "give_up": 0.4, "wrong_fact": 0.04, "two_hops": 0.05}
 SINGLE_FLAWS = {
   "stop_early": 0.6,
-  "miss": 0.1,
-  "wrong_link": 0.1,
+  "miss": 0.08,
+  "wrong_link": 0.08,
   "give_up": 0.4,
-  "wrong_fact": 0.05,
+  "wrong_fact": 0.04,
   "search_again": 0.15,
 }
 
@@ -106,14 +107,14 @@ class Demonstration:
   @property
   def result(self) -> str:
     """The text of the final result."""
-    return self.turns[-1][0].removeprefix("<result>").removesuffix("</result>")
+    return self.turns[-1][0].partition("<result>")[2].removesuffix("</result>")
 
 
 def main_demonstrations(
   atlas: Atlas, n: int, seed: int, *, flaws: dict[str, float] | None = None, agent: str = "search"
 ) -> Iterator[Demonstration]:
   """`n` demonstrations of the main agent, who calls the sub-agent `agent`; its answers are simulated."""
-  flaws = _knobs(MAIN_FLAWS, flaws)
+  flaws = knobs(MAIN_FLAWS, flaws)
   rng = random.Random(f"main-demonstrations-{seed}")
   world = _World(atlas)
   for _ in range(n):
@@ -129,7 +130,7 @@ def search_demonstrations(
   flaws: dict[str, float] | None = None,
 ) -> Iterator[Demonstration]:
   """`n` demonstrations of the sub-agent that searches and visits, balanced over relations."""
-  flaws = _knobs(SEARCH_FLAWS, flaws)
+  flaws = knobs(SEARCH_FLAWS, flaws)
   rng = random.Random(f"search-demonstrations-{seed}")
   world = _World(atlas)
   for _ in range(n):
@@ -149,7 +150,7 @@ def single_demonstrations(
   flaws: dict[str, float] | None = None,
 ) -> Iterator[Demonstration]:
   """`n` demonstrations of one agent that answers whole questions with search and visit."""
-  flaws = _knobs(SINGLE_FLAWS, flaws)
+  flaws = knobs(SINGLE_FLAWS, flaws)
   rng = random.Random(f"single-demonstrations-{seed}")
   world = _World(atlas)
   for _ in range(n):
@@ -216,7 +217,8 @@ class _World:
     return rng.choice([value for value in same if value != answer])
 
 
-def _knobs(defaults: dict[str, float], given: dict[str, float] | None) -> dict[str, float]:
+def knobs(defaults: dict[str, float], given: dict[str, float] | None) -> dict[str, float]:
+  """The shares to mix by: `given` over `defaults`; ValueError for an unknown one or shares that do not add up."""
   unknown = sorted(set(given or {}) - set(defaults))
   if unknown:
     raise ValueError(f"unknown flaw {unknown[0]!r}; the knobs are {', '.join(defaults)}")
@@ -242,6 +244,11 @@ def _draw_flaw(rng: random.Random, flaws: dict[str, float], names: tuple[str, ..
 
 def _call(name: str, **arguments) -> str:
   return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def _quote(relation: str, value: str) -> str:
+  """The line a reader's result is taken from: to write its field first makes the rest of it mere copying."""
+  return f"<thinking>\n{relation}: {value}</thinking>"
 
 
 def _result(text: str) -> str:
@@ -391,6 +398,7 @@ def _reader(world, open_session, rng, flaws, relations, entity, task, *, sub: bo
   names = ("miss", "wrong_link", "wrong_fact") + (() if sub else ("search_again",))
   plan = "clean" if early or (sub and multi) else _draw_flaw(rng, flaws, names)
   kind, result = _reach(s, r, plan)
+  read = r.steps[0] if kind == "wrong_page" else None
   if result is None and sub and multi:
     kind, result = ("two_hops_none", _GIVES_UP) if rng.random() < 0.5 else ("two_hops", None)
   if result is None:
@@ -403,8 +411,10 @@ def _reader(world, open_session, rng, flaws, relations, entity, task, *, sub: bo
       s.open(entity)
     other = world.other_relation(rng, r.steps[-1], entity) if plan == "wrong_fact" else None
     kind = "stop_early" if early else "wrong_fact" if other else kind
-    result = s.read(other or r.steps[stop - 1])
-  return Demonstration(task, [*s.turns, (_result(result), None)], kind)
+    read = other or r.steps[stop - 1]
+    result = s.read(read)
+  last = _quote(read, result) + _result(result) if read else _result(result)
+  return Demonstration(task, [*s.turns, (last, None)], kind)
 
 
 def _reach(s: _Session, r: _Reading, plan: str) -> tuple[str, str | None]:
