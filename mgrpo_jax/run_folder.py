@@ -16,6 +16,7 @@ import fnmatch
 import json
 import os
 import pathlib
+import re
 import socket
 import sys
 import weakref
@@ -224,7 +225,7 @@ def _flat(config: Mapping, prefix: str = "") -> dict:
 
 
 def _holds_checkpoint(path: pathlib.Path) -> bool:
-  return any(p.name.removeprefix("step").isdigit() for p in (path / CHECKPOINTS).glob("step*"))
+  return any(re.fullmatch(r"step_\d+", p.name) for p in (path / CHECKPOINTS).glob("step_*"))
 
 
 def _compare(path: pathlib.Path, config: dict, ignore: Sequence[str]) -> None:
