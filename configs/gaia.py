@@ -17,7 +17,7 @@ def get_config(arg=None):
   c.agents.main = agent_config(delegates=("search",), demonstrations="main")
   c.agents.search = agent_config(tools=("search", "visit"), demonstrations="search", expert="atlas_oracle")
   limits = c.agents.search.limits
-  limits.context, limits.turn_tokens, limits.tokens = 208, 48, 160
+  limits.context, limits.turns, limits.turn_tokens, limits.tokens = 208, 6, 32, 96
   c.agents.search.warm_start.update(steps=500, learning_rate=3e-3)
   if arg == "long":
     c.run_dir = "runs/gaia-long"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+import sys
 from typing import Any
 
 import jax
@@ -96,6 +97,27 @@ def build_meshes(config, devices) -> dict[str, jax.sharding.Mesh]:
     raise UserError(f"config.agents.<name>.mesh: {error}") from error
 
 
+def check(config, meshes, tokenizer) -> None:
+  """Refuse, before anything compiles, models that do not fit their mesh and weights that do not fit their model.
+
+  Raises:
+    UserError: names the agent, and the parameter with its shapes.
+  """
+  for name, mesh in meshes.items():
+    model = build_model(name, config, tokenizer)
+    params = jax.eval_shape(lambda m=model: m.init(jax.random.key(0)))
+    with user_input(f"config.agents.{name}.mesh"):
+      sharding.param_shardings(params, mesh)
+    if config.train.warm_start not in BUILT_IN:
+      with user_input(f"config.train.warm_start, agent {name!r}"):
+        checkpoint.load_weights(_weights_of(name, config), params)
+
+
+def build_model(name: str, config, tokenizer) -> transformer.Transformer:
+  """The model of an agent, as pure functions."""
+  return transformer.Transformer(transformer.ModelConfig(vocab_size=tokenizer.vocab_size, **config.agents[name].model.to_dict()))
+
+
 def build(name: str, config, mesh, tokenizer, *, tools=None, progress=None) -> Agent:
   """One agent with its warm-started parameters.
 
@@ -105,7 +127,7 @@ def build(name: str, config, mesh, tokenizer, *, tools=None, progress=None) -> A
     progress: called as progress(total, text) -> callable(step, loss) while a warm start is trained.
   """
   a = config.agents[name]
-  model = transformer.Transformer(transformer.ModelConfig(vocab_size=tokenizer.vocab_size, **a.model.to_dict()))
+  model = build_model(name, config, tokenizer)
   optimizer = learner.make_optimizer(**a.optimizer.to_dict())
   options = learner.LossOptions(temperature=float(config.rollout.temperature), **config.method.loss.to_dict())
   fns = learner.make_update(model, optimizer, options, chunk=config.train.logprob_chunk)
@@ -126,18 +148,11 @@ def build(name: str, config, mesh, tokenizer, *, tools=None, progress=None) -> A
 def initial_params(name: str, config, model, mesh, tokenizer, progress):
   """Parameters to start from, on the agent's mesh: shipped, cached, trained now, fresh, or a file of a folder."""
   a, how = config.agents[name], config.train.warm_start
-  try:
-    fresh = sharding.init_sharded(model, jax.random.key(a.warm_start.seed), mesh)
-  except ValueError as error:
-    raise UserError(f"config.agents.{name}: {error}") from error
+  fresh = sharding.init_sharded(model, jax.random.key(a.warm_start.seed), mesh)
   if how == "none":
     return fresh
-  if how not in ("shipped", "rebuild"):
-    path = pathlib.Path(how) / f"{name}.safetensors"
-    if not path.is_file():
-      raise UserError(f"config.train.warm_start={how!r} is neither shipped, rebuild, none nor a folder with {path.name}")
-    with user_input(f"config.train.warm_start: {path}"):
-      return sharding.place(checkpoint.load_weights(path, jax.eval_shape(lambda: fresh))[0], mesh)
+  if how not in BUILT_IN:
+    return sharding.place(checkpoint.load_weights(_weights_of(name, config), jax.eval_shape(lambda: fresh))[0], mesh)
   w = a.warm_start
   settings, key = warm_start_key(name, config, model, tokenizer)
   path = None if how == "rebuild" else warm_start.find(key)
@@ -145,13 +160,28 @@ def initial_params(name: str, config, model, mesh, tokenizer, progress):
     loaded, _ = checkpoint.load_weights(path, jax.eval_shape(lambda: fresh))
     return sharding.place(loaded, mesh)
   report = progress(w.steps, f"warm start of {name}") if progress else None
-  params, loss = warm_start.train(model, fresh, tokenizer, demonstrations(name, config, w.count), settings, system=a.prompt,
-                                  report=report, place=lambda b: sharding.shard_batch(b, mesh))
+  with user_input(f"the warm start of {name}"):
+    params, loss = warm_start.train(model, fresh, tokenizer, demonstrations(name, config, w.count), settings, system=a.prompt,
+                                    report=report, place=lambda b: sharding.shard_batch(b, mesh))
   if not np.isfinite(loss):
     raise UserError(f"the warm start of {name} diverged (loss {loss}); lower config.agents.{name}.warm_start.learning_rate")
-  warm_start.save(warm_start.cache_folder() / f"{key}.safetensors", params,
-                  {"agent": name, "loss": f"{loss:.4f}", "steps": str(w.steps)})
+  path = warm_start.cache_folder() / f"{key}.safetensors"
+  try:
+    warm_start.save(path, params, {"agent": name, "loss": f"{loss:.4f}", "steps": str(w.steps)})
+  except OSError as error:  # it is only made again the next time
+    print(f"warning: the warm start of {name} cannot be kept in {path.parent} ({error.strerror}); set MGRPO_CACHE", file=sys.stderr)
   return params
+
+
+BUILT_IN = ("shipped", "rebuild", "none")  # values of config.train.warm_start that are not a folder
+
+
+def _weights_of(name: str, config) -> pathlib.Path:
+  how = config.train.warm_start
+  path = pathlib.Path(how).expanduser() / f"{name}.safetensors"
+  if not path.is_file():
+    raise UserError(f"config.train.warm_start={how!r} is neither {', '.join(BUILT_IN)} nor a folder with {path.name}")
+  return path
 
 
 def warm_start_key(name: str, config, model, tokenizer) -> tuple[warm_start.Settings, str]:

@@ -22,6 +22,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from mgrpo_jax.errors import UserError, one_line
+
 HOST = "host"  # the item of a checkpoint that holds the JSON part
 _RESERVED = (HOST, "metrics", "default")
 
@@ -173,11 +175,7 @@ class Checkpoints:
       with _quiet_orbax():
         restored = self._manager.restore(step, args=ocp.args.Composite(**items)) if items else {}
     except Exception as e:
-      others = [s for s in self.steps() if s != step]
-      raise ValueError(
-        f"checkpoint of step {step} in {self.folder} cannot be read ({type(e).__name__}: {str(e)[:300]}); "
-        f"remove its folder to use another (there are: {others})"
-      ) from e
+      raise self._unreadable(step, e) from e
     agents = {}
     for name, tree in abstract.items():
       leaves = dict(restored[name]) if name in items else {}
@@ -216,10 +214,23 @@ class Checkpoints:
 
   def _record(self, step: int) -> dict:
     if step not in self._records:
-      with _quiet_orbax():
-        args = self._ocp.args.Composite(**{HOST: self._ocp.args.JsonRestore()})
-        self._records[step] = self._manager.restore(step, args=args)[HOST]
+      try:
+        with _quiet_orbax():
+          args = self._ocp.args.Composite(**{HOST: self._ocp.args.JsonRestore()})
+          record = self._manager.restore(step, args=args)[HOST]
+        if not {"score", "host", "manifest", "agents"} <= record.keys():
+          raise ValueError("its host part is not whole")
+      except Exception as e:
+        raise self._unreadable(step, e) from e
+      self._records[step] = record
     return self._records[step]
+
+  def _unreadable(self, step: int, e: Exception) -> UserError:
+    others = [s for s in self.steps() if s != step]
+    return UserError(
+      f"checkpoint of step {step} in {self.folder} cannot be read ({type(e).__name__}: {one_line(e)[:200]}); "
+      f"remove its folder to use another (there are: {others})"
+    )
 
   def _by_score(self) -> list[int]:
     scored = [(s, self._record(s)["score"]) for s in self.steps()]
@@ -294,7 +305,7 @@ def load_weights(path: str | os.PathLike, abstract: Any = None) -> tuple[dict, d
       arrays = {k: f.get_tensor(k) for k in f.keys()}  # noqa: SIM118 (not a dict)
       metadata = json.loads((f.metadata() or {}).get("metadata", "{}"))
   except Exception as e:
-    raise ValueError(f"{str(path)!r} is not a whole .safetensors file ({str(e)[:200]})") from e
+    raise UserError(f"{str(path)!r} is not a whole .safetensors file ({str(e)[:200]})") from e
   if abstract is not None:
     wanted = {k: _abstract_leaf(v) for k, v in _nested_items(abstract)}
     check_manifest(
@@ -351,7 +362,7 @@ def check_manifest(where: str, saved: Mapping[str, list], wanted: Mapping[str, A
         faults.append(f"{k} is {dtype} in it, this model needs {_dtype_name(wanted[k])}")
   if faults:
     more = f"; and {len(faults) - 4} more" if len(faults) > 4 else ""
-    raise ValueError(f"{where} does not fit: {'; '.join(faults[:4])}{more}")
+    raise UserError(f"{where} does not fit: {'; '.join(faults[:4])}{more}")
 
 
 def _only_parts(manifest: Mapping[str, list], tree: Any) -> dict[str, list]:

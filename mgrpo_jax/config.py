@@ -83,14 +83,14 @@ def base_config() -> config_dict.ConfigDict:
   m.loss.importance_cap = config_dict.placeholder(float)
   m.loss.norm_length = config_dict.placeholder(int)
   c.rollout = config_dict.ConfigDict(dict(
-    temperature=1.0, slots=64, decode_chunk=16, prefill_buckets=(16, 32, 64), prefill_rows=16, tool_threads=0,
+    temperature=1.0, slots=64, decode_chunk=4, prefill_buckets=(12, 24, 40, 64), prefill_rows=4, tool_threads=0,
     thinking="optional", random_search=False))
   c.train = config_dict.ConfigDict(dict(
-    steps=60, updates_per_step=2, rows=16, length=256, logprob_chunk=64, max_bad_updates=3,
+    steps=40, updates_per_step=2, rows=16, length=256, logprob_chunk=64, max_bad_updates=3,
     warm_start="shipped",  # ("rebuild", "none", or a folder of AGENT.safetensors): made anew where settings differ
     sample_rollouts=4))  # rollouts per step kept as readable text
-  c.checkpoint = config_dict.ConfigDict(dict(every=20, keep_last=2, keep_best=1))
-  c.eval = config_dict.ConfigDict(dict(every=20, final=True))
+  c.checkpoint = config_dict.ConfigDict(dict(every=10, keep_last=2, keep_best=1))
+  c.eval = config_dict.ConfigDict(dict(every=10, final=True))
   return c
 
 

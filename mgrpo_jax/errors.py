@@ -93,6 +93,8 @@ def explain(e: BaseException) -> str | None:
       return _disk_full_sentence(cause)
   if isinstance(e, MemoryError) or "RESOURCE_EXHAUSTED" in str(e):
     return f"out of memory ({one_line(e)[:160]}); lower config.train.rows, config.rollout.slots or the size of the models"
+  if "Unable to initialize backend" in str(e):  # jax, where JAX_PLATFORMS asks for a device that is not there
+    return f"{one_line(e)[:200]}; check JAX_PLATFORMS and the installed jax"
   if isinstance(e, OSError) and e.filename is not None:
     return f"{e.strerror or type(e).__name__}: {e.filename!r}"
   if type(e).__module__.startswith("absl.flags"):

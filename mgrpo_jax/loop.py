@@ -61,6 +61,7 @@ def build_team(config, folder, *, progress=None) -> Team:
   """The world and every agent of a config, warm-started, with version 0 published."""
   surroundings = world.load(config, folder)
   meshes = agent_lib.build_meshes(config, jax.devices())
+  agent_lib.check(config, meshes, surroundings.tokenizer)
   names = [MAIN, *(n for n in config.agents if n != MAIN)]
   agents = {n: agent_lib.build(n, config, meshes[n], surroundings.tokenizer, tools=surroundings.tools, progress=progress)
             for n in names}

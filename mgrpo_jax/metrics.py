@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 
+from mgrpo_jax.errors import UserError
 from mgrpo_jax.run_folder import METRICS, TENSORBOARD, write_bytes
 
 START = -1  # resume_step of a run that begins again from nothing
@@ -41,12 +42,7 @@ class Metrics:
     self.path = folder / METRICS
     _repair(self.path, math.inf if resume_step is None else resume_step)
     self._file = open(self.path, "a", encoding="utf-8")
-    self._board = None
-    if tensorboard:
-      from tensorboardX import SummaryWriter
-
-      purge = None if resume_step is None else resume_step + 1  # hides the later steps of older event files
-      self._board = SummaryWriter(logdir=str(folder / TENSORBOARD), purge_step=purge)
+    self._board = _Board(folder / TENSORBOARD, resume_step) if tensorboard else None
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Appends one row and flushes it. Values: anything that `float()` takes, None for a missing one."""
@@ -62,10 +58,7 @@ class Metrics:
     self._file.write(json.dumps(row, allow_nan=False) + "\n")
     self._file.flush()
     if self._board is not None:
-      for name in values:
-        if row[name] is not None:
-          self._board.add_scalar(name, row[name], int(step), walltime=row["time"])
-      self._board.flush()
+      self._board.write(int(step), row["time"], {name: row[name] for name in values if row[name] is not None})
 
   def close(self) -> None:
     self._file.close()
@@ -79,11 +72,35 @@ class Metrics:
     self.close()
 
 
+class _Board:
+  """Event files for TensorBoard, written by this thread: a writer in the background would wait for ever on a full disk."""
+
+  def __init__(self, folder: pathlib.Path, resume_step: int | None):
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto import event_pb2, summary_pb2
+
+    folder.mkdir(exist_ok=True)
+    self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+    self._file = EventsWriter(str(folder / "events"))
+    if resume_step is not None:  # hides the later steps of older event files
+      self._file.write_event(self._event(step=resume_step + 1, file_version="brain.Event:2"))
+      start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+      self._file.write_event(self._event(step=resume_step + 1, session_log=start))
+
+  def write(self, step: int, time: float, values: Mapping[str, float]) -> None:
+    scalars = [self._summary.Value(tag=name, simple_value=float(x)) for name, x in values.items()]
+    self._file.write_event(self._event(step=step, wall_time=time, summary=self._summary(value=scalars)))
+    self._file.flush()
+
+  def close(self) -> None:
+    self._file.close()
+
+
 def read_metrics(path: str | os.PathLike) -> list[dict]:
   """The rows of a metrics.jsonl, in order; [] without the file. A torn last line is left out.
 
   Raises:
-    ValueError: a line before the last one is no JSON object (names the line).
+    UserError: a line before the last one is no JSON object (names the line).
   """
   path = pathlib.Path(path)
   if path.is_dir():
@@ -314,7 +331,7 @@ def _lines(path: pathlib.Path):
     except ValueError as e:  # UnicodeDecodeError is one
       if i == len(lines):
         return
-      raise ValueError(f"{str(path)!r} line {i} is not a row of metrics ({str(e)[:100]})") from e
+      raise UserError(f"{str(path)!r} line {i} is not a row of metrics ({str(e)[:100]}); remove that line") from e
     if i == len(lines) and not line.endswith(b"\n"):
       line += b"\n"  # whole but for its end
     yield row, line

@@ -99,7 +99,9 @@ class RunFolder:
         write_json(path / CONFIG, config)
         for name in (ROLLOUTS, CHECKPOINTS):
           (path / name).mkdir(exist_ok=True)
-      except (FileExistsError, NotADirectoryError, PermissionError) as e:
+      except OSError as e:
+        if is_disk_full(e):
+          raise
         raise UserError(f"run folder {str(path)!r} cannot be used ({e.strerror}: {str(e.filename)!r}); choose another run_dir") from e
     except BaseException:
       _release(lock)

@@ -88,15 +88,20 @@ def validate(c) -> None:
 
 
 def schema(c) -> dict[str, tuple[type, bool]]:
-  """{dotted key: (type, whether None is fine)} of every setting that a config with these agents has."""
+  """{dotted key: (type, whether None is fine)} of every setting that a config with these agents has.
+
+  Raises:
+    UserError: demonstrations that there are not.
+  """
   out = _kinds(base_config(), "")
   for name in c.agents:
     try:
       demonstrations = c.agents[name].warm_start.demonstrations
     except (AttributeError, KeyError):
       demonstrations = "search"
-    known = demonstrations in RULES["agents.*.warm_start.demonstrations"]
-    out |= _kinds(agent_config(demonstrations=demonstrations if known else "search"), f"agents.{name}.")
+    key = f"agents.{name}.warm_start.demonstrations"  # which flaws there are hangs on it
+    _check_choice(key, demonstrations, rule(key))
+    out |= _kinds(agent_config(demonstrations=demonstrations), f"agents.{name}.")
   return out
 
 
