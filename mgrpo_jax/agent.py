@@ -148,17 +148,14 @@ def build(name: str, config, mesh, tokenizer, *, tools=None, progress=None) -> A
 def initial_params(name: str, config, model, mesh, tokenizer, progress):
   """Parameters to start from, on the agent's mesh: shipped, cached, trained now, fresh, or a file of a folder."""
   a, how = config.agents[name], config.train.warm_start
-  fresh = sharding.init_sharded(model, jax.random.key(a.warm_start.seed), mesh)
+  w, seed = a.warm_start, jax.random.key(a.warm_start.seed)
   if how == "none":
-    return fresh
-  if how not in BUILT_IN:
-    return sharding.place(checkpoint.load_weights(_weights_of(name, config), jax.eval_shape(lambda: fresh))[0], mesh)
-  w = a.warm_start
+    return sharding.init_sharded(model, seed, mesh)
   settings, key = warm_start_key(name, config, model, tokenizer)
-  path = None if how == "rebuild" else warm_start.find(key)
+  path = _weights_of(name, config) if how not in BUILT_IN else None if how == "rebuild" else warm_start.find(key)
   if path is not None:
-    loaded, _ = checkpoint.load_weights(path, jax.eval_shape(lambda: fresh))
-    return sharding.place(loaded, mesh)
+    return sharding.place(checkpoint.load_weights(path, jax.eval_shape(model.init, seed))[0], mesh)
+  fresh = sharding.init_sharded(model, seed, mesh)
   report = progress(w.steps, f"warm start of {name}") if progress else None
   with user_input(f"the warm start of {name}"):
     params, loss = warm_start.train(model, fresh, tokenizer, demonstrations(name, config, w.count), settings, system=a.prompt,

@@ -208,8 +208,8 @@ def _keep_bad_batch(team: Team, name: str, batches: list[dict], step: int, index
   print(f"step {step}: agent {name} had a loss or gradient that is not finite; the update was skipped, its batch is in {path}",
         file=sys.stderr)
   if team.bad_updates[name] >= team.config.train.max_bad_updates:
-    raise UserError(f"agent {name!r}: {team.bad_updates[name]} updates in a row were not finite (step {step}); look at {path}, lower "
-                    f"config.agents.{name}.optimizer.learning_rate, and run again: it goes on from the last checkpoint")
+    raise UserError(f"agent {name!r}: {team.bad_updates[name]} updates in a row were not finite (step {step}); look at {path}; "
+                    f"a lower config.agents.{name}.optimizer.learning_rate (in a new config.run_dir) may help")
 
 
 def _describe(group: credit.Group) -> dict[str, float]:
@@ -223,10 +223,9 @@ def _describe(group: credit.Group) -> dict[str, float]:
     "sampled_tokens": sum(t.num_sampled for t in group.trajectories),
     "turns": sum(len(t.turns) for t in group.trajectories) / n,
     **group.stats}
-  for key in ("expert",):
-    values = [t.components[key] for t in live if key in t.components]
-    if values:
-      out[key] = float(np.mean(values))
+  experts = [t.components["expert"] for t in live if "expert" in t.components]
+  if experts:
+    out["expert"] = float(np.mean(experts))
   for t in group.trajectories:
     out[f"status_{t.status}"] = out.get(f"status_{t.status}", 0) + 1
   return out
@@ -239,21 +238,23 @@ def train(config, folder: RunFolder, *, finish: Callable[[Team, checkpoint.Check
   """Run a config in its folder, from the start or from its last checkpoint, to the end.
 
   Args:
-    finish: makes the final results (default: `final.results`'s caller passes it); its return value is written to
-      results.json.
+    finish: makes the final results (`final.results`); its return value is written to results.json.
 
   Returns:
     What `finish` returned, or {} without it.
   """
   steps = config.train.steps
   compiled = metrics.CompileCounter()
-  team = build_team(config, folder.path, progress=_bar)
-  team.world.tokenizer.save(folder.path / "tokenizer.json")
-  iterator = question_iterator(team.world.train, config.seed)
   checkpoints = checkpoint.Checkpoints(folder.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
   with checkpoints:
-    # ---- go on where the last checkpoint stands
     start = checkpoints.latest_step()
+    if start is not None and config.train.warm_start == "rebuild":
+      config = config.copy_and_resolve_references()
+      config.train.warm_start = "shipped"  # what this run rebuilt at its start is kept: it is found, not made again
+    team = build_team(config, folder.path, progress=_bar)
+    team.world.tokenizer.save(folder.path / "tokenizer.json")
+    iterator = question_iterator(team.world.train, config.seed)
+    # ---- go on where the last checkpoint stands
     if start is not None:
       restore(team, checkpoints, iterator, start)
     log = metrics.Metrics(folder.path, resume_step=metrics.START if start is None else start)
