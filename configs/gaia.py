@@ -21,7 +21,7 @@ def get_config(arg=None):
   c.agents.search.warm_start.update(steps=500, learning_rate=3e-3)
   if arg == "long":
     c.run_dir = "runs/gaia-long"
-    c.method.queries, c.train.steps = 16, 300
+    c.method.queries, c.train.steps = 16, 150
   elif arg == "smoke":
     c.run_dir = "runs/gaia-smoke"
     shrink(c)

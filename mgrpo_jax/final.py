@@ -68,13 +68,12 @@ class _Asker:
     blind, _ = control(team, "closed_book")
     lost, _ = control(team, "random_search")
     _, oracle = control(team, "perfect_sub")
-    gold = world.subquestions(world.test)[: len(world.test)]
+    gold = world.subquestions(world.test)[: len(world.test)]  # as many as there are questions, at most
     self.ask("warm start", warm)
     self.ask("trained", trained, baseline="warm start")
-    if subs:
-      for name in team.agents:
-        if team.agents[name].trainable:
-          self.ask(f"only {name} trained", {**warm, name: trained[name]}, baseline="warm start")
+    trainable = [n for n in team.agents if team.agents[n].trainable]
+    for name in trainable if len(trainable) > 1 else ():
+      self.ask(f"only {name} trained", {**warm, name: trained[name]}, baseline="warm start")
     self.ask("trained, closed book", trained, runtimes=blind)
     self.ask("trained, random search", trained, runtimes=lost)
     if subs:
