@@ -195,7 +195,7 @@ def _config_file_sentence(e: BaseException) -> str | None:
     last = f"{type(e).__name__}: {one_line(e)}"
     loader = [i for i, (name, _) in enumerate(frames) if "config_flags" in name]
     frames = frames[loader[-1] + 1:] if loader else []
-  frames = [f for f in frames if "ml_collections" not in f[0] and not f[0].startswith("<")]
+  frames = [f for f in frames if not f[0].startswith("<") and not {"ml_collections", "absl"} & set(re.split(r"[\\/]", f[0]))]
   if not frames:
     return None
   # what a config file refuses on purpose speaks for itself

@@ -102,7 +102,7 @@ class RunFolder:
       except OSError as e:
         if is_disk_full(e):
           raise
-        raise UserError(f"run folder {str(path)!r} cannot be used ({e.strerror}: {str(e.filename)!r}); choose another run_dir") from e
+        raise UserError(f"run folder {str(path)!r} cannot be used ({e.strerror}: '{e.filename}'); choose another run_dir") from e
     except BaseException:
       _release(lock)
       raise

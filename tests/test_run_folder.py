@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,12 @@ def make_config(**changes):
   return c
 
 
+def begin(path, config):
+  """A run that has saved something."""
+  with RunFolder.open(path, config) as run:
+    (run.checkpoints / "step_00000000").mkdir()
+
+
 # ------------------------------------------------------------------------------------------------ config
 
 
@@ -39,12 +46,31 @@ def test_the_config_is_on_file_as_used(tmp_path):
     assert [p.name for p in names] == [
       "config.json", "metrics.jsonl", "tensorboard", "rollouts", "checkpoints", "curve.png", "results.json",
     ]  # fmt: skip
+    (run.checkpoints / "step_00000000").mkdir()
   with RunFolder.open(path, make_config()) as run:
     assert run.resumed
 
 
-def test_another_config_is_refused_with_the_difference(tmp_path):
+def test_a_first_try_that_saved_nothing_does_not_bind_the_next_one(tmp_path):
   RunFolder.open(tmp_path, make_config()).close()
+  (tmp_path / "checkpoints" / "step_00000000.orbax-checkpoint-tmp-7").mkdir()  # killed while it saved
+  with RunFolder.open(tmp_path, make_config(**{"train.steps": 80})) as run:
+    assert not run.resumed
+  assert json.loads((tmp_path / "config.json").read_text())["train"]["steps"] == 80
+
+
+def test_checkpoints_are_found_under_the_names_that_they_have(tmp_path):
+  """What binds a folder to its config is what `Checkpoints` writes."""
+  from mgrpo_jax.checkpoint import Checkpoints
+
+  with RunFolder.open(tmp_path, make_config()) as run, Checkpoints(run.checkpoints) as c:
+    c.save(20, {"main": {"w": 1.0}}, {})
+  with pytest.raises(errors.UserError, match="another config"):
+    RunFolder.open(tmp_path, make_config(seed=1))
+
+
+def test_another_config_is_refused_with_the_difference(tmp_path):
+  begin(tmp_path, make_config())
   other = make_config(**{"train.steps": 80, "run_dir": "/b"})
   other.limit = 5
   with pytest.raises(errors.UserError) as e:
@@ -56,7 +82,7 @@ def test_another_config_is_refused_with_the_difference(tmp_path):
 
 
 def test_keys_that_may_differ_take_the_new_value(tmp_path):
-  RunFolder.open(tmp_path, make_config()).close()
+  begin(tmp_path, make_config())
   with RunFolder.open(tmp_path, make_config(**{"train.steps": 80}), ignore=("train.st*", "x")):
     assert json.loads((tmp_path / "config.json").read_text())["train"]["steps"] == 80
 
@@ -72,7 +98,7 @@ def test_differences_are_exact_about_kind_and_absence():
 
 
 def test_many_differences_are_cut_short(tmp_path):
-  RunFolder.open(tmp_path, {f"k{i:02d}": i for i in range(30)}).close()
+  begin(tmp_path, {f"k{i:02d}": i for i in range(30)})
   with pytest.raises(errors.UserError, match="k19: there 19, now 20; and 10 more"):
     RunFolder.open(tmp_path, {f"k{i:02d}": i + 1 for i in range(30)})
 
@@ -84,9 +110,33 @@ def test_an_existing_run_and_a_file_in_the_way_are_refused(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(errors.UserError, match="in the way"):
     RunFolder.open(tmp_path / "file" / "run", {})
+  begin(tmp_path / "run", {})
   (tmp_path / "run" / "config.json").write_text("{")
   with pytest.raises(errors.UserError, match="not readable as JSON"):
     RunFolder.open(tmp_path / "run", {})
+
+
+@pytest.mark.parametrize("path", ["/proc/x/run", "/sys/kernel/run"])
+def test_a_folder_that_cannot_be_made_is_one_sentence(path):
+  if not os.path.isdir(os.path.dirname(os.path.dirname(path))):
+    pytest.skip("another system")
+  with pytest.raises(errors.UserError, match=rf"run folder '{path}' cannot be used \(.+\); choose another run_dir"):
+    RunFolder.open(path, {})
+
+
+def test_what_stands_in_the_place_of_the_folders_own_files_is_one_sentence(tmp_path):
+  (tmp_path / "checkpoints").write_text("")
+  with pytest.raises(errors.UserError, match=r"cannot be used \(File exists: '.*checkpoints'\)"):
+    RunFolder.open(tmp_path, {})
+  (tmp_path / "other" / "config.json").mkdir(parents=True)
+  with pytest.raises(errors.UserError, match="cannot be used"):
+    RunFolder.open(tmp_path / "other", {})
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  with RunFolder.open("~/runs/x", {}) as run:
+    assert run.path == tmp_path / "runs" / "x"
 
 
 def test_values_that_json_cannot_hold_are_named():
@@ -300,6 +350,52 @@ def test_a_full_disk_is_found_under_other_errors(tmp_path):
     sentence = errors.explain(e)
   assert sentence.startswith(f"no disk space left for '{tmp_path}/x/data' (") and " MB free)" in sentence
   assert errors.explain(RuntimeError("other")) is None and errors.explain(ValueError("other")) is None
+
+
+def test_a_full_disk_that_does_not_say_where_is_told_as_the_run_folder(tmp_path):
+  with pytest.raises(OSError) as caught, RunFolder.open(tmp_path / "run", {}):
+    raise OSError(28, "No space left on device")
+  assert errors.explain(caught.value).startswith(f"no disk space left for '{tmp_path / 'run'}'")
+  with pytest.raises(TimeoutError) as caught, RunFolder.open(tmp_path / "run", {}):
+    raise TimeoutError("of something else")
+  assert errors.explain(caught.value) is None
+
+
+def test_limits_of_files_memory_and_devices_are_one_sentence():
+  assert errors.explain(OSError(27, "File too large", "/x")).startswith("'/x' cannot grow: files may not be so large here")
+  assert errors.explain(RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes")).startswith("out of memory")
+  assert errors.explain(MemoryError()).startswith("out of memory")
+  assert "JAX_PLATFORMS" in errors.explain(RuntimeError("Unable to initialize backend 'tpu': none"))
+
+
+def test_sigterm_ends_as_ctrl_c_does(tmp_path, launch):
+  command = [sys.executable, str(tmp_path / "launch.py"), f"--config={tmp_path / 'config.py'}"]
+  child = subprocess.Popen(
+    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"WHAT": "wait"}
+  )
+  assert child.stdout.readline() == "waiting\n"
+  child.send_signal(signal.SIGTERM)
+  _, err = child.communicate(timeout=20)
+  assert (child.returncode, err) == (143, "stopped; run the same command to continue\n")
+
+
+BROKEN_CONFIGS = {
+  "def get_config(arg=None)\n  return 1\n": r"config file '.*broken.py', line 1: expected ':'",
+  "import nothing_of_this_name\n": r"config file '.*broken.py', line 1: ModuleNotFoundError: No module named",
+  "def get_config(arg=None):\n  x = 1\n  return undefined\n": r"config file '.*broken.py', line 3: NameError: name 'undefined'",
+  "def get_config(arg=None):\n  raise ValueError(f'only :a, not {arg}')\n": r"config file '.*broken.py', line 2: only :a, not None",
+  "from ml_collections import ConfigDict\ndef get_config(arg=None):\n  c = ConfigDict({'a': 1})\n  c.a = 'x'\n  return c\n":
+    r"config file '.*broken.py', line 4: TypeError: .*'a'",
+  "x = 1\n": r".*get_config",
+}
+
+
+@pytest.mark.parametrize("code", BROKEN_CONFIGS)
+def test_a_fault_in_a_config_file_is_told_with_its_line(tmp_path, launch, code):
+  (tmp_path / "broken.py").write_text(code)
+  status, out, err = launch("--config.seed=1", config="broken.py")
+  assert status == 2 and out == "" and err.count("\n") == 1, err
+  assert re.match("error: " + BROKEN_CONFIGS[code], err), err
 
 
 def test_bad_input_becomes_a_users_error_only_where_it_is_read():
