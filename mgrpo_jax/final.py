@@ -42,7 +42,8 @@ def results(team, checkpoints: checkpoint.Checkpoints, folder: RunFolder) -> dic
   asked = _Asker(team, folder, best)
   asked.all(warm, trained)
   done = asked.done
-  out = {"best_step": best, "steps": team.config.train.steps, "fingerprints": last,
+  experts = {n: a.config.expert for n, a in team.agents.items() if a.config.expert}
+  out = {"best_step": best, "experts": experts, "steps": team.config.train.steps, "fingerprints": last,
          "evaluations": {k: v["summary"] for k, v in done.items()}, "gains": _gains(done, asked.baseline_of)}
   curves.learning_curve({"this run": [folder.metrics]}, folder.curve, title=f"{folder.path.name}: validation accuracy and rewards")
   table = render(out)
@@ -135,5 +136,8 @@ def render(result: dict) -> str:
     shown = f"{gain['gain']:+.3f} [{gain['interval'][0]:+.3f}, {gain['interval'][1]:+.3f}]" if gain else ""
     rows.append([name, s["count"], f"{s['accuracy']:.3f} [{s['interval'][0]:.3f}, {s['interval'][1]:.3f}]", levels, shown])
   table = curves.table(rows, ["greedy, held-out questions", "n", "accuracy [95 %]", "by level", "gain over its start [95 %, paired]"])
-  return f"{table}\n\ntrained = step {result['best_step']} of {result['steps']}, best on validation"
+  notes = [f"trained = step {result['best_step']} of {result['steps']}, best on validation"]
+  if "atlas_oracle" in result["experts"].values():
+    notes.append("a part of the sub-agents' reward in training is an oracle: the world itself knows each subquestion's answer")
+  return "\n".join([table, "", *notes])
 
