@@ -15,8 +15,8 @@ from mgrpo_jax import errors
 from mgrpo_jax.config import find_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-CONFIG = config_flags.DEFINE_config_file(
-  "config", str(ROOT / "configs/gaia.py"), "Experiment file; `file.py:argument` passes an argument.")
+# no default here: it would be parsed at once, and what is wrong with its overrides would be a traceback
+CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment file (configs/gaia.py); `file.py:argument` passes an argument.")
 
 
 def main(argv):

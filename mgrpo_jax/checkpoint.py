@@ -55,18 +55,18 @@ class Checkpoints:
       raise ValueError(f"no checkpoints at {folder!r}: there is no such folder")
     self._ocp = ocp
     self._records: dict[int, dict] = {}
-    options = ocp.CheckpointManagerOptions(
-      max_to_keep=None,  # `_prune` decides: orbax has no "newest and best, ties to the earliest"
-      enable_async_checkpointing=False,
-      cleanup_tmp_directories=not read_only,
-      create=not read_only,
-      read_only=read_only,
-      step_prefix="step",
-      step_format_fixed_length=8,
-      # a removal is a rename first, so that a half-removed checkpoint is never taken for a whole one
-      todelete_subdir=None if "://" in folder else ".removed",
-    )
     with _quiet_orbax():
+      options = ocp.CheckpointManagerOptions(
+        max_to_keep=None,  # `_prune` decides: orbax has no "newest and best, ties to the earliest"
+        enable_async_checkpointing=False,
+        cleanup_tmp_directories=not read_only,
+        create=not read_only,
+        read_only=read_only,
+        step_prefix="step",
+        step_format_fixed_length=8,
+        # a removal is a rename first, so that a half-removed checkpoint is never taken for a whole one
+        todelete_subdir=None if "://" in folder else ".removed",
+      )
       self._manager = ocp.CheckpointManager(self.folder, options=options)
     if not read_only:
       self._empty_trash()

@@ -107,15 +107,20 @@ def shrink(c) -> None:
     agent.warm_start.steps, agent.warm_start.count, agent.warm_start.batch = 4, 64, 8
 
 
-_CONFIG_FLAGS = ("--config", "-config")
+def find_config(argv: list[str], root: pathlib.Path, default: str = "configs/gaia.py") -> list[str]:
+  """The command line with its `--config=FILE` in front, where its overrides need it, or with the default one.
 
-
-def find_config(argv: list[str], root: pathlib.Path) -> list[str]:
-  """`--config=configs/x.py` means the file beside the launchers when the working directory has none."""
-  out = []
-  for arg in argv:
-    flag, is_set, value = ("", True, arg) if out and out[-1] in _CONFIG_FLAGS else arg.partition("=")
-    path, _, _ = value.partition(":")
-    beside = (not flag or flag in _CONFIG_FLAGS) and is_set and not pathlib.Path(path).exists() and (root / path).is_file()
-    out.append(flag + "=" * bool(flag) + str(root / value) if beside else arg)
-  return out
+  A file that the working directory has not means the one under `root`, beside the launchers.
+  """
+  rest, given = [], iter(argv[1:])
+  value = default
+  for arg in given:
+    flag, is_set, text = arg.partition("=")
+    if flag in ("--config", "-config"):
+      value = text if is_set else next(given, "")
+    else:
+      rest.append(arg)
+  path = value.partition(":")[0]
+  if path and not pathlib.Path(path).exists() and (root / path).is_file():
+    value = str(root / value)
+  return [argv[0], f"--config={value}", *rest]

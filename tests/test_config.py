@@ -239,10 +239,12 @@ def test_a_config_survives_its_json_file():
 
 def test_the_config_beside_the_launchers_is_found_from_anywhere(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  there = str(ROOT / "configs/gaia.py")
-  assert config_lib.find_config(["x", "--config=configs/gaia.py:smoke", "--config.seed=1"], ROOT) == [
-    "x", f"--config={there}:smoke", "--config.seed=1"]
-  assert config_lib.find_config(["x", "--config", "configs/gaia.py"], ROOT) == ["x", "--config", there]
+  there = f"--config={ROOT / 'configs/gaia.py'}"
+  assert config_lib.find_config(["x", "--config=configs/gaia.py:smoke", "--config.seed=1"], ROOT) == ["x", there + ":smoke", "--config.seed=1"]
+  assert config_lib.find_config(["x", "--config", "configs/gaia.py"], ROOT) == ["x", there]
+  assert config_lib.find_config(["x", "--config.seed=1", "-config=configs/gaia.py"], ROOT) == ["x", there, "--config.seed=1"]
+  assert config_lib.find_config(["x", "--config.seed=1"], ROOT) == ["x", there, "--config.seed=1"]
+  assert config_lib.find_config(["x", "--config"], ROOT) == ["x", "--config="]
   (tmp_path / "configs").mkdir()
   (tmp_path / "configs/gaia.py").write_text("")
   assert config_lib.find_config(["x", "--config=configs/gaia.py"], ROOT) == ["x", "--config=configs/gaia.py"]
