@@ -7,6 +7,7 @@ not the policy's takes part in nothing (DESIGN decision 8).
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -30,6 +31,7 @@ class Group:
     loss_weights: f32[N] weight in the loss and its divisor (0 also where a status is masked).
     advantages: f32[N].
     stats: plain numbers about the groups.
+    dead_queries: questions of which no group can teach anything (equal rewards, or nothing that takes part).
   """
 
   trajectories: list[Trajectory]
@@ -80,7 +82,7 @@ def agent_group(rollouts: Sequence[Rollout], agent: str, *, main: str, mode: str
   Args:
     mode, target: of `alignment.align`, D already chosen.
     advantage: scale, baseline, ddof, tol of `group_advantages`.
-    group_by: "query" (the paper), "position" (query and invocation), "turn" (query and main turn), "pooled".
+    group_by: "query" (the paper), "position" (query and which call of this agent), "turn" (query and main turn), "pooled".
     zero_variance: "keep" lets dead groups count in the divisor; "drop" and "resample" leave them out.
     seed: of this step, for the draws of mode "duplicate".
     size: rows are padded to this many, so that the statistics are compiled once.
@@ -89,7 +91,7 @@ def agent_group(rollouts: Sequence[Rollout], agent: str, *, main: str, mode: str
   trajectories = [t for _, t in rows]
   weights, dropped = _alignment_weights(rollouts, agent, main, mode, target, seed)
   n = len(rows)
-  groups = _index([_group_key(t, group_by) for t in trajectories])
+  groups = _index([_group_key(t, nth, group_by) for t, nth in zip(trajectories, _positions(trajectories))])
   units = _index([(t.query_id, t.rollout) for t in trajectories])
   values = np.array([np.nan if t.reward is None else t.reward for t in trajectories], np.float32)
   size = max(size, n)
@@ -114,7 +116,8 @@ def agent_group(rollouts: Sequence[Rollout], agent: str, *, main: str, mode: str
     "dropped": float(dropped), "weightless": float(sum(t.weight == 0 for t in trajectories)),
     "failed": float(sum(t.status == "failed" for t in trajectories)),
   }
-  dead_queries = sorted({t.query_id for t, g in zip(trajectories, groups) if flat[g]})
+  teaching = {t.query_id for t, g, w in zip(trajectories, groups, weights) if w > 0 and not flat[g]}
+  dead_queries = sorted({t.query_id for t in trajectories} - teaching)
   return Group(trajectories, weights, loss_weights.astype(np.float32), advantages, stats, dead_queries)
 
 
@@ -145,10 +148,20 @@ def _alignment_weights(rollouts, agent, main, mode, target, seed) -> tuple[np.nd
   return np.array([weight.get(id(t), 0.0) for r in rollouts for t in r.subs if t.agent == agent], np.float32), dropped
 
 
-def _group_key(t: Trajectory, group_by: str):
+def _positions(trajectories: Sequence[Trajectory]) -> list[int]:
+  """Which call of its agent each trajectory is within its rollout (0 is the first)."""
+  seen: collections.Counter = collections.Counter()
+  out = []
+  for t in trajectories:
+    out.append(seen[t.query_id, t.rollout])
+    seen[t.query_id, t.rollout] += 1
+  return out
+
+
+def _group_key(t: Trajectory, position: int, group_by: str):
   if group_by == "pooled":
     return ()
-  return {"query": (t.query_id,), "position": (t.query_id, t.invocation), "turn": (t.query_id, t.turn_index)}[group_by]
+  return {"query": (t.query_id,), "position": (t.query_id, position), "turn": (t.query_id, t.turn_index)}[group_by]
 
 
 def _index(keys: Sequence) -> list[int]:

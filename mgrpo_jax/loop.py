@@ -22,7 +22,7 @@ from mgrpo_jax.config import MAIN
 from mgrpo_jax.errors import UserError
 from mgrpo_jax.method import alignment
 from mgrpo_jax.method import loss as loss_lib
-from mgrpo_jax.rollout import controller
+from mgrpo_jax.rollout import controller, protocol
 from mgrpo_jax.run_folder import RunFolder, write_json
 from mgrpo_jax.trajectory import Query, Rollout, stable_hash
 
@@ -219,7 +219,7 @@ def _describe(group: credit.Group) -> dict[str, float]:
   out = {
     "reward": mean, "reward_missing": missing, "trajectories": len(group.trajectories),
     "format": sum(t.format_ok for t in group.trajectories) / n,
-    "parse_errors": sum(str(e.get("observation", "")).startswith("error:") for t in group.trajectories for e in t.events),
+    "parse_errors": sum(e.get("observation") in protocol.ERRORS for t in group.trajectories for e in t.events),
     "sampled_tokens": sum(t.num_sampled for t in group.trajectories),
     "turns": sum(len(t.turns) for t in group.trajectories) / n,
     **group.stats}

@@ -266,10 +266,10 @@ def test_groups_without_variance_stay_in_the_divisor_or_not(zero_variance, count
   near([g.stats["zero_variance"], g.stats["all_high"], g.stats["all_low"]], [3 / 4, 2 / 4, 1 / 4])
 
 
-def test_a_group_in_which_all_failed_is_no_group_and_not_dead():
+def test_a_question_whose_rollouts_all_failed_is_no_group_and_is_asked_anew_by_resampling():
   rollouts = trees([1, 0], query="live") + [tree("gone", k, None, weight=0.0) for k in range(2)]
   g = group(rollouts, zero_variance="drop")
-  assert g.dead_queries == [] and g.stats["groups"] == 1 and g.loss_weights.tolist() == [1, 1, 0, 0]
+  assert g.dead_queries == ["gone"] and g.stats["groups"] == 1 and g.loss_weights.tolist() == [1, 1, 0, 0]
 
 
 def test_overlong_keep_mask_and_exclude_by_status():
@@ -330,7 +330,8 @@ def loops(rollouts, agent, *, mode, group_by, ddof):
     calls = sum(s is r for s, _ in same_query)
     share = {"weighted": 1 / calls, "per_call": len({id(s) for s, _ in same_query}) / len(same_query)}[mode]
     weight[id(t)] = 1.0 if agent == "main" else share
-  key = {"query": lambda t: t.query_id, "position": lambda t: (t.query_id, t.invocation), "turn": lambda t: (t.query_id, t.turn_index), "pooled": lambda t: 0}[group_by]
+  nth = {id(t): i for r in rollouts for i, t in enumerate([t for t in r.trajectories if t.agent == agent])}
+  key = {"query": lambda t: t.query_id, "position": lambda t: (t.query_id, nth[id(t)]), "turn": lambda t: (t.query_id, t.turn_index), "pooled": lambda t: 0}[group_by]
   out = {}
   for _, t in live:
     peers = [(s, u) for s, u in live if key(u) == key(t)]
