@@ -97,9 +97,11 @@ def draw(iterator, queries: list[Query], count: int, taken: set[str]) -> list[Qu
 def collect(team: Team, iterator, step: int) -> tuple[list[Rollout], dict[str, float]]:
   """Roll out Q questions K times and score them; with "resample", replace questions whose main group is dead."""
   m, kept, taken = team.config.method, [], set()
-  missing, resampled, spent = m.queries, 0, []
+  missing, resampled, spent, dead_queries = m.queries, 0, [], []
   for attempt in range(1 + (m.resample_attempts if m.zero_variance == "resample" else 0)):
     queries = draw(iterator, team.world.train, missing, taken)
+    if not queries:  # every question there is has had its turn
+      break
     jobs = [controller.Job(q, k, team.config.seed, step, float(team.config.rollout.temperature))
             for q in queries for k in range(m.rollouts)]
     rollouts = controller.run_rollouts(team.runtimes, jobs, main=MAIN, tool_threads=team.config.rollout.tool_threads)
@@ -107,13 +109,20 @@ def collect(team: Team, iterator, step: int) -> tuple[list[Rollout], dict[str, f
     dead = set(_group(team, rollouts, MAIN, step).dead_queries) if m.zero_variance == "resample" else set()
     kept += [r for r in rollouts if r.query.id not in dead]
     spent += [r for r in rollouts if r.query.id in dead]
-    missing, resampled = len(dead), attempt
-    if not dead:
+    dead_queries += [q.id for q in queries if q.id in dead]
+    missing, resampled = missing - len(queries) + len(dead), attempt
+    if not missing:
       break
-  # what is still dead after the last attempt stays in the step: its sub-agents may have something to learn
-  last = {q.id for q in queries} if missing else set()
+  # dead questions for which no other was found stay in the step, the last drawn ones: a step always has Q questions
+  # (fewer only if there are no more), and their sub-agents may have something to learn
+  last = set(dead_queries[max(0, len(dead_queries) - missing):])
+  if last and len(last) == len({r.query.id for r in kept} | last):
+    print(f"step {step}: in none of the {len(taken)} questions drawn ({resampled} extra draws) do the rewards of {MAIN} differ; it learns "
+          "nothing in this step", file=sys.stderr)
+  drawn = [r.correct for r in kept + spent]  # what was kept is a choice by outcome: its accuracy is not that of the policy
   kept += [r for r in spent if r.query.id in last]
-  return kept, {"train/resample_attempts": float(resampled), "train/dead_queries_left": float(missing)}
+  return kept, {"train/resample_attempts": float(resampled), "train/dead_queries_left": float(len(last)),
+                "train/accuracy_drawn": float(np.mean(drawn))}
 
 
 def _score(team: Team, rollouts: list[Rollout]) -> None:
@@ -319,7 +328,7 @@ def _evaluate_and_save(team: Team, checkpoints, iterator, step: int, log: metric
 
 def save(team: Team, checkpoints, iterator, step: int, score: float | None) -> None:
   """Everything that the same command needs to go on: parameters, optimizer, data position, counters."""
-  host = {"data": json.dumps(iterator.get_state()), "bad_updates": team.bad_updates,
+  host = {"data": json.dumps(iterator.get_state()), "questions": _which(team.world.train), "bad_updates": team.bad_updates,
           "targets": {n: t.state_dict() for n, t in team.targets.items() if t}}
   checkpoints.save(step, {n: a.state for n, a in team.agents.items()}, host, score)
 
@@ -327,13 +336,23 @@ def save(team: Team, checkpoints, iterator, step: int, score: float | None) -> N
 def restore(team: Team, checkpoints, iterator, step: int) -> None:
   """The inverse of `save`: states on their meshes, data position, versions published."""
   states, host = checkpoints.restore(step, {n: a.state for n, a in team.agents.items()})
-  iterator.set_state(json.loads(host["data"]))
+  there = _which(team.world.train)
+  if host.get("questions", there) == there:
+    iterator.set_state(json.loads(host["data"]))
+  else:  # a position in another list of questions means nothing in this one
+    print(f"warning: the {there['count']} training questions are not the {host['questions']['count']} that step {step} was saved with; "
+          "they are read from their start", file=sys.stderr)
   team.bad_updates = dict(host["bad_updates"])
   for n, state in host["targets"].items():
     team.targets[n].load_state_dict(state)
   for n, a in team.agents.items():
     a.state = states[n]
     a.publish(step)
+
+
+def _which(queries: list[Query]) -> dict[str, int]:
+  """What tells one list of questions from another: how many, and which in which order."""
+  return {"count": len(queries), "ids": stable_hash("\n".join(q.id for q in queries))}
 
 
 def _bar(total: int, text: str):
