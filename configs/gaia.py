@@ -7,7 +7,7 @@ countries, cities and peaks, in GAIA's format. `--config.task.path=.../metadata.
 
 Two cores, about 6.5 minutes: from 0.22 to 0.46 of 384 held-out questions (mean of three seeds, greedy).
 
-Arguments: `:smoke` (a minute, for tests), `:long` (150 steps of 16 questions: how far it goes).
+Arguments: `:smoke` (a minute, for tests), `:long` (150 steps of 16 questions, about 25 minutes: 0.51, one seed).
 """
 
 from mgrpo_jax.config import agent_config, base_config, shrink
