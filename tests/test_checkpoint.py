@@ -1,5 +1,6 @@
 """Checkpoints: bit-exact, whole or absent, the right ones kept, wrong trees refused by name."""
 
+import contextlib
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mgrpo_jax import errors, metrics
 from mgrpo_jax.checkpoint import Checkpoints, flatten, load_weights, save_weights, tree_fingerprint
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tp"))
@@ -473,3 +475,55 @@ def test_fingerprint_sees_every_bit_and_nothing_else():
   assert tree_fingerprint({"x": np.float32(0.0)}) != tree_fingerprint({"x": np.float32(-0.0)})
   grid = np.arange(6.0).reshape(2, 3)
   assert tree_fingerprint({"x": np.asfortranarray(grid)}) == tree_fingerprint({"x": grid})
+
+
+# ------------------------------------------------------------------------------------------- a full disk
+
+
+@pytest.fixture
+def small_files():
+  """A context in which no file may grow beyond 60 kB: to a program, a disk that is full."""
+  resource = pytest.importorskip("resource")
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+  @contextlib.contextmanager
+  def limit():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+    try:
+      yield
+    finally:
+      resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+  return limit
+
+
+def test_a_checkpoint_for_which_there_is_no_room_leaves_the_earlier_ones_usable(tmp_path, small_files):
+  def state(seed):  # noise, which does not compress
+    return {"main": {"params": {"w": np.random.default_rng(seed).normal(size=100_000).astype(np.float32)}}}
+
+  with Checkpoints(tmp_path) as c:
+    c.save(0, state(0), {"data": "x"}, 0.5)
+    with small_files(), pytest.raises(Exception) as caught:
+      c.save(1, state(1), {"data": "y"}, 0.6)
+    sentence = errors.explain(caught.value)
+    assert "cannot grow: files may not be so large here" in sentence and "\n" not in sentence
+  with Checkpoints(tmp_path) as c:  # the next process
+    assert c.steps() == [0] and c.best() == 0
+    states, host = c.restore(None, state(5))
+    assert np.array_equal(states["main"]["params"]["w"], state(0)["main"]["params"]["w"]) and host == {"data": "x"}
+    assert c.save(1, state(1), {"data": "y"}, 0.6) and c.steps() == [0, 1]
+
+
+def test_metrics_that_cannot_be_written_are_an_error_at_once_and_not_a_wait(tmp_path, small_files):
+  log = metrics.Metrics(tmp_path)
+  with small_files(), pytest.raises(OSError) as caught:
+    for step in range(1000):
+      log.write(step, {f"train/number_{i}": float(i) for i in range(50)})
+  assert errors.explain(caught.value) is not None
+  with contextlib.suppress(OSError):
+    log.close()
+  rows = [r["step"] for r in metrics.read_metrics(tmp_path)]
+  assert rows == list(range(len(rows))) and 5 < len(rows) < 100
+  with metrics.Metrics(tmp_path, resume_step=rows[-1]) as log:
+    log.write(rows[-1] + 1, {"train/number_0": 0.0})
+  assert [r["step"] for r in metrics.read_metrics(tmp_path)] == [*rows, rows[-1] + 1]
