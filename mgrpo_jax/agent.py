@@ -187,7 +187,8 @@ def warm_start_key(name: str, config, model, tokenizer) -> tuple[warm_start.Sett
   length = 256 * -(-config.agents[name].limits.context // 256)
   settings = warm_start.Settings(w.steps, w.batch, w.learning_rate, w.warmup_updates, w.permute, w.count, w.seed,
                                  rows=max(1, 4096 // length), length=length)
-  return settings, warm_start.content_hash(model.config, tokenizer.fingerprint, demonstrations(name, config, PROBE), settings)
+  return settings, warm_start.content_hash(model.config, tokenizer.fingerprint, demonstrations(name, config, PROBE), settings,
+                                           system=config.agents[name].prompt)
 
 
 # So many demonstrations stand for all of them in the hash that names a warm start: making all takes long.

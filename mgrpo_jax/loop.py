@@ -321,7 +321,7 @@ def _evaluate_and_save(team: Team, checkpoints, iterator, step: int, log: metric
     score = result.accuracy
     values = {**values, **evaluation.flat(result.summary(), "eval/validation")}
   log.write(step, values)
-  if step % config.checkpoint.every == 0 or last:
+  if score is not None or step % config.checkpoint.every == 0 or last:  # what has a score may be the best
     save(team, checkpoints, iterator, step, score)
   return score
 

@@ -58,11 +58,12 @@ def cache_folder() -> pathlib.Path:
   return pathlib.Path(base) / "warm_start"
 
 
-def content_hash(model_config, tokenizer_fingerprint: str, demonstrations: Sequence, settings: Settings) -> str:
+def content_hash(model_config, tokenizer_fingerprint: str, demonstrations: Sequence, settings: Settings, *, system: str = "") -> str:
   """Name of the weights that these inputs make; the first demonstrations stand for all of them."""
   h = hashlib.blake2b(digest_size=8)
   text = json.dumps([dataclasses.asdict(model_config), tokenizer_fingerprint, dataclasses.asdict(settings)], sort_keys=True)
   h.update(text.encode())
+  h.update(system.encode())
   for d in demonstrations:
     h.update(repr((d.task, list(d.turns))).encode())
   return h.hexdigest()
