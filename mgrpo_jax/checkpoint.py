@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import hashlib
 import json
 import logging
 import math
 import os
 import pathlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from mgrpo_jax.errors import UserError, one_line
+from mgrpo_jax.errors import UserError, free_mb, one_line
 
 HOST = "host"  # the item of a checkpoint that holds the JSON part
 _RESERVED = (HOST, "metrics", "default")
@@ -85,6 +87,7 @@ class Checkpoints:
 
     Raises:
       ValueError: an agent name or a host value that cannot be kept.
+      OSError: no room on the disk, said before anything is written where that can be known.
     """
     ocp = self._ocp
     if step in self._manager.all_steps():
@@ -100,11 +103,16 @@ class Checkpoints:
       kept = {k: _array(v, f"{name}: {k}") for k, v in leaves.items() if np.size(v)}
       if kept:
         items[name] = ocp.args.PyTreeSave(kept)
-    with _quiet_orbax():
-      # force: after going back to an older step, orbax would silently skip every step up to the latest
-      saved = self._manager.save(
-        step, args=ocp.args.Composite(**items, **{HOST: ocp.args.JsonSave(record)}), force=True
-      )
+    self._check_room(sum(np.size(v) * jax.numpy.dtype(_dtype_name(v)).itemsize for t in agents.values() for v in jax.tree.leaves(t)))
+    try:
+      with _quiet_orbax():
+        # force: after going back to an older step, orbax would silently skip every step up to the latest
+        saved = self._manager.save(
+          step, args=ocp.args.Composite(**items, **{HOST: ocp.args.JsonSave(record)}), force=True
+        )
+    except Exception:
+      logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # else each of its unfinished writes says the same again
+      raise
     if not saved:
       raise RuntimeError(f"orbax did not save step {step} in {self.folder}")
     self._records[step] = record
@@ -203,6 +211,11 @@ class Checkpoints:
 
   def __exit__(self, *exc) -> None:
     self.close()
+
+  def _check_room(self, size: int) -> None:
+    # orbax's threads would fill the terminal with tracebacks, each of one array that it could not write
+    if "://" not in self.folder and free_mb(self.folder) * 1e6 < 1.1 * size + 1e6:
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.folder)
 
   def _existing(self, step: int | None) -> int:
     found = self.latest_step() if step is None else step
@@ -463,11 +476,13 @@ def _decode(x: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet_orbax():
-  """Orbax logs a page per save through absl; only its errors are for people."""
-  log = logging.getLogger("absl")
+  """Orbax logs a page per save, and from its threads every error that it then raises as well."""
+  log, hook = logging.getLogger("absl"), sys.unraisablehook
   level = log.level
-  log.setLevel(logging.ERROR)
+  log.setLevel(logging.CRITICAL)
+  sys.unraisablehook = lambda _: None  # tensorstore reports there what its callbacks cannot deliver
   try:
     yield
   finally:
     log.setLevel(level)
+    sys.unraisablehook = hook

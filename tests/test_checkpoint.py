@@ -497,9 +497,22 @@ def small_files():
   return limit
 
 
+def test_a_checkpoint_that_does_not_fit_the_disk_is_not_even_begun(tmp_path, monkeypatch):
+  with Checkpoints(tmp_path) as c:
+    c.save(0, small(0), {})
+    monkeypatch.setattr("mgrpo_jax.checkpoint.free_mb", lambda path: 1.0)
+    with pytest.raises(OSError) as caught:
+      c.save(1, small(1), {})
+    assert errors.explain(caught.value).startswith(f"no disk space left for '{tmp_path}'")
+    assert os.listdir(tmp_path) == ["step_00000000"]
+    monkeypatch.undo()
+    assert c.save(1, small(1), {})
+
+
 def test_a_checkpoint_for_which_there_is_no_room_leaves_the_earlier_ones_usable(tmp_path, small_files):
   def state(seed):  # noise, which does not compress
-    return {"main": {"params": {"w": np.random.default_rng(seed).normal(size=100_000).astype(np.float32)}}}
+    rng = np.random.default_rng(seed)
+    return {"main": {"params": {f"w{i}": jnp.asarray(rng.normal(size=20_000), jnp.float32) for i in range(12)}}}
 
   with Checkpoints(tmp_path) as c:
     c.save(0, state(0), {"data": "x"}, 0.5)
@@ -510,8 +523,33 @@ def test_a_checkpoint_for_which_there_is_no_room_leaves_the_earlier_ones_usable(
   with Checkpoints(tmp_path) as c:  # the next process
     assert c.steps() == [0] and c.best() == 0
     states, host = c.restore(None, state(5))
-    assert np.array_equal(states["main"]["params"]["w"], state(0)["main"]["params"]["w"]) and host == {"data": "x"}
+    assert np.array_equal(states["main"]["params"]["w3"], state(0)["main"]["params"]["w3"]) and host == {"data": "x"}
     assert c.save(1, state(1), {"data": "y"}, 0.6) and c.steps() == [0, 1]
+
+
+FULL = """
+import resource, sys
+import jax.numpy as jnp, numpy as np
+from absl import logging
+from mgrpo_jax import errors
+from mgrpo_jax.checkpoint import Checkpoints
+
+def main():
+  logging.use_absl_handler()  # as launchers have it
+  rng = np.random.default_rng(0)
+  state = {"main": {f"w{i}": jnp.asarray(rng.normal(size=20_000), jnp.float32) for i in range(20)}}
+  with Checkpoints(sys.argv[1]) as c:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+    c.save(1, state, {})
+
+errors.report(main)()
+"""
+
+
+def test_a_save_that_fails_half_way_is_one_sentence_and_not_a_traceback_for_every_array(tmp_path):
+  pytest.importorskip("resource")
+  done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True)
+  assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr[:3000]
 
 
 def test_metrics_that_cannot_be_written_are_an_error_at_once_and_not_a_wait(tmp_path, small_files):
