@@ -233,6 +233,8 @@ def _holds_checkpoint(path: pathlib.Path) -> bool:
 def _compare(path: pathlib.Path, config: dict, ignore: Sequence[str]) -> None:
   try:
     old = json.loads((path / CONFIG).read_text())
+    if not isinstance(old, dict):
+      raise ValueError("not a config")
   except ValueError as e:
     raise UserError(f"{str(path / CONFIG)!r} is not readable as JSON ({e}); choose another run_dir") from e
   found = config_difference(old, config)

@@ -114,6 +114,9 @@ def test_an_existing_run_and_a_file_in_the_way_are_refused(tmp_path):
   (tmp_path / "run" / "config.json").write_text("{")
   with pytest.raises(errors.UserError, match="not readable as JSON"):
     RunFolder.open(tmp_path / "run", {})
+  (tmp_path / "run" / "config.json").write_text("[]")
+  with pytest.raises(errors.UserError, match="not a config"):
+    RunFolder.open(tmp_path / "run", {})
 
 
 @pytest.mark.parametrize("path", ["/proc/x/run", "/sys/kernel/run"])

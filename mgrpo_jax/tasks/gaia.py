@@ -155,7 +155,8 @@ def _find(path: pathlib.Path, split: str | None) -> pathlib.Path:
   options = [path / "2023" / name for name in names] + [path / name for name in names] + [path]
   found = [folder / "metadata.jsonl" for folder in options if (folder / "metadata.jsonl").is_file()]
   if len(found) > 1 and not split:
-    raise ValueError(f"{path} holds {', '.join(f.parent.name for f in found)}; say which split to read")
+    splits = ", ".join(file.parent.name for file in found)
+    raise ValueError(f"{path} holds {splits}; say which split to read, such as {found[0]}")
   if not found:
     parquet = [folder for folder in options if any(folder.glob("metadata*.parquet"))]
     if parquet:
