@@ -159,6 +159,19 @@ def test_values_that_cannot_work_are_refused_with_the_key_and_the_fix(flag):
   assert REFUSED[flag] in refusal(changed(**{key.replace(".", "__"): value}))
 
 
+def test_nothing_and_the_ends_of_ranges_are_settings_too():
+  zeros = ("train.steps", "train.sample_rollouts", "checkpoint.keep_best", "tokenizer.merges", "method.resample_attempts",
+           "method.overlong.buffer", "method.advantage.ddof", "rollout.tool_threads", "agents.main.limits.calls",
+           "agents.main.limits.answer_reserve", "agents.main.optimizer.warmup_updates", "agents.search.warm_start.warmup_updates", "seed")
+  validation.validate(changed(**{k.replace(".", "__"): 0 for k in zeros}))
+  reals = ("method.loss.kl_coef", "method.loss.clip_low", "method.reward.main.format_weight", "method.reward.sub.expert_weight",
+           "agents.main.optimizer.learning_rate", "agents.main.optimizer.weight_decay", "agents.search.warm_start.permute")
+  validation.validate(changed(**{k.replace(".", "__"): 0.0 for k in reals}))
+  ends = {"method.alignment.quantile": 1.0, "method.loss.clip_low": 1.0, "method.rollouts": 2, "method.advantage.ddof": 1,
+          "seed": 2**31 - 1, "agents.search.warm_start.permute": 1.0, "method.alignment.target": "1", "rollout.prefill_buckets": (1,)}
+  validation.validate(changed(**{k.replace(".", "__"): v for k, v in ends.items()}))
+
+
 def test_combinations_of_several_settings():
   frozen = changed(agents__main__trainable=False, agents__search__trainable=False)
   assert "no agent is trainable" in refusal(frozen)
