@@ -13,7 +13,7 @@ import pathlib
 
 import numpy as np
 
-from mgrpo_jax import metrics, statistics
+from mgrpo_jax import final, metrics, statistics
 from mgrpo_jax.report import curves
 
 HERE = pathlib.Path(__file__).resolve().parent / "results"
@@ -32,7 +32,7 @@ CONTROLS = ("trained, closed book", "trained, random search")
 def evaluations(run: pathlib.Path) -> dict[str, np.ndarray]:
   """Right or wrong per question, by name of the evaluation."""
   names = json.loads((run / "results.json").read_text())["evaluations"]
-  files = {n: run / "evaluations" / (n.replace(":", "").replace(",", "").replace(" ", "-") + ".json") for n in names}
+  files = {n: final.evaluation_file(run / "evaluations", n) for n in names}
   return {n: np.array(json.loads(f.read_text())["correct"], bool) for n, f in files.items()}
 
 

@@ -60,8 +60,16 @@ class Agent:
     return self.config.trainable
 
   def place(self, batch: dict) -> dict:
-    """A host batch on the agent's mesh, rows over its data axis."""
-    return sharding.shard_batch(batch, self.mesh)
+    """A host batch on the agent's mesh, rows over its data axis, with what the loss needs of other policies.
+
+    The proximal policy is the one of this moment: place all batches of a step before its first update.
+    """
+    batch = sharding.shard_batch(batch, self.mesh)
+    if self.options.proximal:
+      batch["proximal_logprobs"] = self.fns.logprobs(self.state["params"], batch)
+    if self.options.kl_coef:
+      batch["ref_logprobs"] = self.fns.logprobs(self.reference, batch)
+    return batch
 
   def publish(self, version: int) -> None:
     """Give the current parameters to the engine as this version."""
@@ -79,13 +87,8 @@ class Agent:
       return
     blank = Trajectory(self.name, "", 0, turns=[Turn(*(np.zeros(n, np.int32) for n in (2, 0, 0, 0)))])
     batch = self.place(next(alignment.emit_batches([blank], [0.0], [1.0], rows=rows, length=length)))
-    extra = {}
-    if self.options.proximal or self.options.kl_coef:
-      lp = self.fns.logprobs(self.state["params"], batch)
-      extra = {"proximal_logprobs": lp} if self.options.proximal else {}
-      extra |= {"ref_logprobs": lp} if self.options.kl_coef else {}
     # two micro-batches: the second one starts from another's sums
-    learner.update(jax.tree.map(jnp.copy, self.state), [{**batch, **extra}] * 2, self.fns, 1.0)
+    learner.update(jax.tree.map(jnp.copy, self.state), [batch] * 2, self.fns, 1.0)
 
 
 def build_meshes(config, devices) -> dict[str, jax.sharding.Mesh]:

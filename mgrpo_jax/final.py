@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -53,6 +54,11 @@ def results(team, checkpoints: checkpoint.Checkpoints, folder: RunFolder) -> dic
   return out
 
 
+def evaluation_file(folder: pathlib.Path, name: str) -> pathlib.Path:
+  """Where the evaluation of this name is kept: {"step", "ids", "correct", "levels", "summary"}."""
+  return folder / (name.replace(":", "").replace(",", "").replace(" ", "-") + ".json")
+
+
 class _Asker:
   """Runs the named evaluations of a run, each once."""
 
@@ -91,7 +97,7 @@ class _Asker:
   def ask(self, name: str, weights: dict, *, queries: Sequence[Query] | None = None, main: str = MAIN, runtimes=None,
           stand_ins=None, baseline: str | None = None) -> None:
     queries = self.team.world.test if queries is None else queries
-    path = self.folder / (name.replace(":", "").replace(",", "").replace(" ", "-") + ".json")
+    path = evaluation_file(self.folder, name)
     if baseline:
       self.baseline_of[name] = baseline
     kept = json.loads(path.read_text()) if path.exists() else {}

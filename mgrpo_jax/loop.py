@@ -180,14 +180,6 @@ def plan_updates(group: credit.Group, options: learner.LossOptions, config, seed
 
 def _run_updates(team: Team, agent, plan, step: int, folder: RunFolder) -> dict[str, float]:
   placed = [([agent.place(b) for b in batches], normalizer) for batches, normalizer in plan]
-  if agent.options.proximal:  # the policy as it stands before the step's first update
-    for batches, _ in placed:
-      for b in batches:
-        b["proximal_logprobs"] = agent.fns.logprobs(agent.state["params"], b)
-  if agent.options.kl_coef:
-    for batches, _ in placed:
-      for b in batches:
-        b["ref_logprobs"] = agent.fns.logprobs(agent.reference, b)
   pairs: dict[str, list[tuple[float, float]]] = {}
   plain: dict[str, list[float]] = {"loss": [], "grad_norm": []}
   skipped = 0

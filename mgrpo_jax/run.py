@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pathlib
 import sys
 
@@ -12,7 +11,7 @@ import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mgrpo_jax import checkpoint, evaluation, final, loop, metrics, run_folder, validation
+from mgrpo_jax import checkpoint, evaluation, final, loop, metrics, run_folder, validation, warm_start
 from mgrpo_jax import config as config_lib
 from mgrpo_jax.errors import UserError, user_input
 
@@ -21,8 +20,7 @@ def prepare_process() -> None:
   """Quiet libraries, and compiled programs kept between runs (MGRPO_CACHE, else the user's cache) unless jax was told."""
   logging.set_verbosity(logging.WARNING)
   if jax.config.jax_compilation_cache_dir is None:
-    base = os.environ.get("MGRPO_CACHE") or os.path.expanduser("~/.cache/mgrpo_jax")
-    jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(base) / "jax"))
+    jax.config.update("jax_compilation_cache_dir", str(warm_start.cache_root() / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 

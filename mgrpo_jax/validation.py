@@ -13,6 +13,7 @@ from typing import Any
 
 from mgrpo_jax.config import MAIN, agent_config, base_config
 from mgrpo_jax.errors import UserError, user_input
+from mgrpo_jax.method import alignment
 from mgrpo_jax.tasks import atlas_demos
 
 COUNT, SIZE, SEED, SHARE = "[0, inf)", "[1, inf)", "[0, 2147483647]", "[0, 1]"
@@ -29,7 +30,7 @@ RULES: dict[str, str | tuple[str, ...]] = {
   "task.validation_questions": SIZE, "task.test_questions": SIZE, "task.seed": SEED,
   "tokenizer.merges": COUNT,
   "method.queries": SIZE, "method.rollouts": "[2, inf)",
-  "method.alignment.mode": ("weighted", "duplicate", "per_call"), "method.alignment.target": ANY,
+  "method.alignment.mode": alignment.MODES, "method.alignment.target": ANY,
   "method.alignment.quantile": "(0, 1]", "method.alignment.window": SIZE, "method.alignment.buckets": ANY,
   "method.advantage.scale": ("std", "none"), "method.advantage.baseline": ("mean", "leave_one_out"),
   "method.advantage.ddof": "[0, 1]", "method.advantage.tol": NOT_NEGATIVE,

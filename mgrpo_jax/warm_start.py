@@ -51,11 +51,15 @@ class Settings:
   length: int
 
 
+def cache_root() -> pathlib.Path:
+  """What is kept between runs lies here: MGRPO_CACHE, else the user's cache."""
+  return pathlib.Path(os.environ.get("MGRPO_CACHE") or os.path.join(
+    os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mgrpo_jax"))
+
+
 def cache_folder() -> pathlib.Path:
-  """Where warm starts that are not shipped are kept (MGRPO_CACHE, else the user's cache)."""
-  base = os.environ.get("MGRPO_CACHE") or os.path.join(
-    os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mgrpo_jax")
-  return pathlib.Path(base) / "warm_start"
+  """Where warm starts that are not shipped are kept."""
+  return cache_root() / "warm_start"
 
 
 def content_hash(model_config, tokenizer_fingerprint: str, demonstrations: Sequence, settings: Settings, *, system: str = "") -> str:

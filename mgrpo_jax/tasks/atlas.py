@@ -244,11 +244,6 @@ class Atlas:
     return texts
 
 
-def names(split: str = "train") -> list[str]:
-  """`Atlas.load().names(split)`."""
-  return Atlas.load().names(split)
-
-
 def write_gaia(path: str | os.PathLike, queries: list[Query]) -> None:
   """Writes questions as GAIA's metadata JSONL (one row each), so that `gaia.read` reads them like GAIA's.
 
