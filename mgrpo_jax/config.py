@@ -72,7 +72,7 @@ def base_config() -> config_dict.ConfigDict:
   m.zero_variance = "keep"
   m.resample_attempts = 3  # extra draws of Q questions when zero_variance = "resample"
   m.overlong = config_dict.ConfigDict(dict(
-    mode="keep", statuses=("max_turns", "context_full", "tool_budget"), buffer=16))
+    mode="keep", statuses=("max_turns", "context_full", "tool_budget"), penalty=1.0, buffer=16))
   m.reward = config_dict.ConfigDict(dict(
     main=dict(format_weight=0.1, correct_weight=0.9),
     sub=dict(format_weight=0.1, main_weight=0.4, expert_weight=0.5)))
@@ -83,7 +83,7 @@ def base_config() -> config_dict.ConfigDict:
   m.loss.importance_cap = config_dict.placeholder(float)
   m.loss.norm_length = config_dict.placeholder(int)
   c.rollout = config_dict.ConfigDict(dict(
-    temperature=1.0, slots=64, decode_chunk=4, prefill_buckets=(12, 24, 40, 64), prefill_rows=4, tool_threads=0,
+    temperature=1.0, slots=64, decode_chunk=4, prefill_buckets=(12, 24, 40, 64), prefill_rows=4, tool_threads=0, tool_deadline=120.0,
     thinking="optional", random_search=False))
   c.train = config_dict.ConfigDict(dict(
     steps=40, updates_per_step=2, rows=16, length=256, logprob_chunk=64, max_bad_updates=3,

@@ -36,8 +36,8 @@ RULES: dict[str, str | tuple[str, ...]] = {
   "method.advantage.ddof": "[0, 1]", "method.advantage.tol": NOT_NEGATIVE,
   "method.group_by": ("query", "position", "turn", "pooled"),
   "method.zero_variance": ("keep", "drop", "resample"), "method.resample_attempts": COUNT,
-  "method.overlong.mode": ("keep", "mask", "exclude", "penalise"), "method.overlong.statuses": ANY,
-  "method.overlong.buffer": COUNT,
+  "method.overlong.mode": ("keep", "mask", "exclude", "penalise", "penalise_length"), "method.overlong.statuses": ANY,
+  "method.overlong.penalty": NOT_NEGATIVE, "method.overlong.buffer": COUNT,
   "method.reward.main.format_weight": NOT_NEGATIVE, "method.reward.main.correct_weight": NOT_NEGATIVE,
   "method.reward.sub.format_weight": NOT_NEGATIVE, "method.reward.sub.main_weight": NOT_NEGATIVE,
   "method.reward.sub.expert_weight": NOT_NEGATIVE,
@@ -47,7 +47,7 @@ RULES: dict[str, str | tuple[str, ...]] = {
   "method.loss.dual_clip": "(1, inf)", "method.loss.importance_cap": POSITIVE, "method.loss.kl": ("k1", "k2", "k3"),
   "method.loss.kl_coef": NOT_NEGATIVE, "method.loss.entropy_coef": "(-inf, inf)",
   "rollout.temperature": POSITIVE, "rollout.slots": SIZE, "rollout.decode_chunk": SIZE, "rollout.prefill_rows": SIZE,
-  "rollout.prefill_buckets": ANY, "rollout.tool_threads": COUNT, "rollout.thinking": ("optional", "required"),
+  "rollout.prefill_buckets": ANY, "rollout.tool_threads": COUNT, "rollout.tool_deadline": POSITIVE, "rollout.thinking": ("optional", "required"),
   "train.steps": COUNT, "train.updates_per_step": SIZE, "train.rows": SIZE, "train.length": SIZE,
   "train.logprob_chunk": SIZE, "train.max_bad_updates": SIZE, "train.warm_start": ANY, "train.sample_rollouts": COUNT,
   "checkpoint.every": SIZE, "checkpoint.keep_last": SIZE, "checkpoint.keep_best": COUNT, "eval.every": SIZE,
@@ -212,7 +212,7 @@ def _check_method(c) -> None:
   for who in ("main", "sub"):
     if not any(m.reward[who].values()):
       raise UserError(f"config.method.reward.{who}: all weights are 0, so every reward is the same; raise one")
-  for name, a in c.agents.items() if m.overlong.mode == "penalise" else ():
+  for name, a in c.agents.items() if m.overlong.mode == "penalise_length" else ():
     if m.overlong.buffer > a.limits.tokens:
       raise UserError(f"config.method.overlong.buffer={m.overlong.buffer} is more than config.agents.{name}.limits.tokens="
                       f"{a.limits.tokens}; lower it")
