@@ -38,8 +38,7 @@ class Agent:
     state: {"params", "opt_state", "step"}.
     version: number of finished steps (a frozen agent counts as current).
     options, fns: its loss and its compiled update.
-    warm: host copy of the parameters it started from.
-    reference: those parameters on the mesh, when a KL term needs them.
+    reference: the parameters it started from, on the mesh, when a KL term needs them.
   """
 
   name: str
@@ -52,7 +51,6 @@ class Agent:
   fns: learner.UpdateFns
   state: learner.State
   version: int = 0
-  warm: Any = None
   reference: Any = None
 
   @property
@@ -135,7 +133,6 @@ def build(name: str, config, mesh, tokenizer, *, tools=None, progress=None) -> A
   options = learner.LossOptions(temperature=float(config.rollout.temperature), **config.method.loss.to_dict())
   fns = learner.make_update(model, optimizer, options, chunk=config.train.logprob_chunk)
   params = initial_params(name, config, model, mesh, tokenizer, progress)
-  warm = jax.device_get(params)
   r = config.rollout
   shapes = engine.EngineConfig(tokenizer.control("<|end|>"), slots=r.slots, max_length=a.limits.context,
                                prefill_rows=r.prefill_rows, buckets=tuple(r.prefill_buckets), decode_chunk=r.decode_chunk)
@@ -143,9 +140,9 @@ def build(name: str, config, mesh, tokenizer, *, tools=None, progress=None) -> A
   runtime = controller.AgentRuntime(
     name, sampler, tokenizer, controller.Limits(**a.limits.to_dict()), tools=tools if a.tools else None,
     tool_names=tuple(a.tools), delegates=tuple(a.delegates), system=a.prompt, thinking=r.thinking)
-  reference = sharding.place(warm, mesh) if options.kl_coef else None
+  reference = sharding.place(params, mesh) if options.kl_coef else None
   state = learner.init_state(params, optimizer)
-  return Agent(name, a, model, mesh, sampler, runtime, options, fns, state, warm=warm, reference=reference)
+  return Agent(name, a, model, mesh, sampler, runtime, options, fns, state, reference=reference)
 
 
 def initial_params(name: str, config, model, mesh, tokenizer, progress):

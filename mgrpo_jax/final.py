@@ -39,7 +39,7 @@ def results(team, checkpoints: checkpoint.Checkpoints, folder: RunFolder) -> dic
   best = checkpoints.best()
   states, _ = checkpoints.restore(best, {n: {"params": a.state["params"]} for n, a in team.agents.items()})
   trained = {n: states[n]["params"] for n in team.agents}
-  warm = {n: a.warm for n, a in team.agents.items()}
+  warm = {n: checkpoint.load_weights(folder.warm(n), a.state["params"])[0] for n, a in team.agents.items()}
   asked = _Asker(team, folder, best)
   asked.all(warm, trained)
   done = asked.done

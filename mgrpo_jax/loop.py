@@ -256,10 +256,9 @@ def train(config, folder: RunFolder, *, finish: Callable[[Team, checkpoint.Check
   checkpoints = checkpoint.Checkpoints(folder.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
   with checkpoints:
     start = checkpoints.latest_step()
-    warm = folder.path / "warm"
-    if start is not None and warm.is_dir():  # where a run began is the run's own: caches and packages change under it
+    if start is not None and folder.warm(MAIN).exists():  # where a run began is its own: caches and packages change under it
       config = config.copy_and_resolve_references()
-      config.train.warm_start = str(warm)
+      config.train.warm_start = str(folder.warm(MAIN).parent)
     team = build_team(config, folder.path, progress=_bar)
     team.world.tokenizer.save(folder.path / "tokenizer.json")
     iterator = question_iterator(team.world.train, config.seed)
@@ -271,7 +270,7 @@ def train(config, folder: RunFolder, *, finish: Callable[[Team, checkpoint.Check
       if start is None:
         start = 0
         for name, a in team.agents.items():
-          warm_start.save(warm / f"{name}.safetensors", a.warm, {"agent": name})
+          warm_start.save(folder.warm(name), a.state["params"], {"agent": name})
         _evaluate_and_save(team, checkpoints, iterator, 0, log, {})
       for name, a in team.agents.items():
         a.warm_up(config.train.rows, config.train.length)

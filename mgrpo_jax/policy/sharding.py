@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -119,7 +120,13 @@ def init_sharded(model, key: jax.Array, mesh: Mesh, rules: Mapping = DEFAULT_RUL
 
 def place(tree, mesh: Mesh, rules: Mapping = DEFAULT_RULES):
   """Copies parameters onto a mesh. The result shares no buffer with `tree`, which may be donated afterwards."""
-  return jax.device_put(tree, param_shardings(tree, mesh, rules), may_alias=False)
+  def one(x, sharding):
+    moved = jax.device_put(x, sharding, may_alias=False)
+    if isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(sharding, x.ndim):
+      return jnp.copy(moved)  # between shardings of overlapping devices jax takes over the shards that fit, alias or not
+    return moved
+
+  return jax.tree.map(one, tree, param_shardings(tree, mesh, rules))
 
 
 def array_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, rules: Mapping = DEFAULT_RULES,
