@@ -98,14 +98,14 @@ def build_meshes(config, devices) -> dict[str, jax.sharding.Mesh]:
     raise UserError(f"config.agents.<name>.mesh: {error}") from error
 
 
-def check(config, meshes, tokenizer) -> None:
+def check(config, meshes, tokenizers) -> None:
   """Refuse, before anything compiles, models that do not fit their mesh and weights that do not fit their model.
 
   Raises:
     UserError: names the agent, and the parameter with its shapes.
   """
   for name, mesh in meshes.items():
-    model = build_model(name, config, tokenizer)
+    model = build_model(name, config, tokenizers[name])
     params = jax.eval_shape(lambda m=model: m.init(jax.random.key(0)))
     with user_input(f"config.agents.{name}.mesh"):
       sharding.param_shardings(params, mesh)
@@ -134,7 +134,7 @@ def build(name: str, config, mesh, tokenizer, *, tools=None, progress=None) -> A
   fns = learner.make_update(model, optimizer, options, chunk=config.train.logprob_chunk)
   params = initial_params(name, config, model, mesh, tokenizer, progress)
   r = config.rollout
-  shapes = engine.EngineConfig(tokenizer.control("<|end|>"), slots=r.slots, max_length=a.limits.context,
+  shapes = engine.EngineConfig(tokenizer.stop_tokens, slots=r.slots, max_length=a.limits.context,
                                prefill_rows=r.prefill_rows, buckets=tuple(r.prefill_buckets), decode_chunk=r.decode_chunk)
   sampler = engine.LocalEngine(model, params, shapes, mesh=mesh)
   runtime = controller.AgentRuntime(

@@ -66,9 +66,9 @@ def build_team(config, folder, *, progress=None) -> Team:
   """The world and every agent of a config, warm-started, with version 0 published."""
   surroundings = world.load(config, folder)
   meshes = agent_lib.build_meshes(config, jax.devices())
-  agent_lib.check(config, meshes, surroundings.tokenizer)
+  agent_lib.check(config, meshes, surroundings.tokenizers)
   names = [MAIN, *(n for n in config.agents if n != MAIN)]
-  agents = {n: agent_lib.build(n, config, meshes[n], surroundings.tokenizer, tools=surroundings.tools, progress=progress)
+  agents = {n: agent_lib.build(n, config, meshes[n], surroundings.tokenizers[n], tools=surroundings.tools, progress=progress)
             for n in names}
   a = config.method.alignment
   targets = {n: alignment.AutoTarget(window=a.window, quantile=a.quantile, buckets=tuple(a.buckets))
@@ -260,7 +260,7 @@ def train(config, folder: RunFolder, *, finish: Callable[[Team, checkpoint.Check
       config = config.copy_and_resolve_references()
       config.train.warm_start = str(folder.warm(MAIN).parent)
     team = build_team(config, folder.path, progress=_bar)
-    team.world.tokenizer.save(folder.path / "tokenizer.json")
+    team.world.tokenizers[MAIN].save(folder.path / "tokenizer.json")
     iterator = question_iterator(team.world.train, config.seed)
     # ---- go on where the last checkpoint stands
     if start is not None:
