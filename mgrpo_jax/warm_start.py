@@ -108,7 +108,7 @@ class _Permuted:
 
 def batches(trajectories: Sequence[Trajectory], tokenizer, settings: Settings) -> Iterator[tuple[list[dict], float]]:
   """Micro-batches of each step and the tokens they teach, in a fixed order given by the seed."""
-  plain = [_Permuted(t.tokens, t.mask, t.logprobs, t.versions) for t in trajectories]
+  plain = [_Permuted(s.tokens, s.mask, s.logprobs, s.versions) for t in trajectories for s in t.segments]
   classes = tokenizer.piece_classes()
   rng = np.random.default_rng([settings.seed, 71])
   order: list[int] = []
