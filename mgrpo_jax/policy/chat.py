@@ -23,6 +23,8 @@ import jinja2.sandbox
 import numpy as np
 import tokenizers
 
+from mgrpo_jax.errors import one_line
+
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 # Templates may print the date; it must not make a rollout depend on the day it is run.
 TODAY = datetime.datetime(2025, 1, 1)
@@ -58,7 +60,7 @@ class ChatTokenizer:
       self._hf, state = tokenizers.Tokenizer.from_str(source), json.loads(source)
       added = state["added_tokens"] = state.get("added_tokens") or []
     except Exception as error:  # the library raises bare Exception
-      raise ValueError(f"{folder / 'tokenizer.json'} cannot be used ({str(error)[:120]}); fetch it again") from error
+      raise ValueError(f"{folder / 'tokenizer.json'} cannot be used ({one_line(error)}); fetch it again") from error
     self._hf.no_truncation()  # some files carry their training's
     vocabulary = self._hf.get_vocab()
     self.vocab_size = max(vocabulary.values()) + 1
@@ -88,6 +90,7 @@ class ChatTokenizer:
     self._check_tokens()
     self._has_system = self._shows([_message("system", _PROBE), _message("user", "x")])
     self._has_tool = self._shows([_message("user", "x"), _message("assistant", "y"), _message("tool", _PROBE)])
+    self.render([*self.opening("x", "x"), _message("assistant", "y"), self.observation("z")])  # raises what is wrong
     parts = (source, self._source, self._names, self.stop_tokens)
     self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -141,7 +144,7 @@ class ChatTokenizer:
                                    add_generation_prompt=generate, tools=None, documents=None, **self._names)
     except Exception as error:  # a template is a program: it may raise anything
       roles = ", ".join(m["role"] for m in messages)
-      raise ValueError(f"the chat template of {self.folder} failed on messages of {roles}: {str(error)[:200]}") from error
+      raise ValueError(f"the chat template of {self.folder} failed on messages of {roles}: {one_line(error)}") from error
 
   def mask(self, text: str) -> str:
     """The text with a mark inside every control token's name, so that none is left."""
@@ -200,7 +203,7 @@ class ChatTokenizer:
     try:
       return environment.from_string(source)
     except jinja2.TemplateError as error:
-      raise ValueError(f"the chat template of {self.folder} is broken: {error} (line {getattr(error, 'lineno', '?')})") from error
+      raise ValueError(f"the chat template of {self.folder} is broken: {one_line(error)} (line {getattr(error, 'lineno', '?')})") from error
 
   def _check_template(self) -> None:
     """Finds the token that ends a turn; a template that cannot show a question and its answer is refused."""
