@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # weights that may have adapters
+MLP = ("gate_proj", "up_proj", "down_proj")
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP)  # weights that may have adapters
 A, B = "_lora_a", "_lora_b"
 
 

@@ -26,18 +26,32 @@ PARAM_AXES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
   (r"gate_proj|up_proj", ("embed", "mlp")),
   (r"down_proj", ("mlp", "embed")),
   (r"\w*norm", (None,)),
+  (r"q_bias", ("heads", "head_dim")),
+  (r"[kv]_bias", ("kv_heads", "head_dim")),
+  (r"router", ("embed", None)),
+  (r"(gate|up)_experts", ("experts", "embed", "mlp")),
+  (r"down_experts", ("experts", "mlp", "embed")),
+  # adapters (policy/lora.py): their own dimension, the rank, is never split
+  (r"([qkv]|gate|up)_proj_lora_a", ("embed", None)),
+  (r"o_proj_lora_a", ("heads", "head_dim", None)),
+  (r"down_proj_lora_a", ("mlp", None)),
+  (r"q_proj_lora_b", (None, "heads", "head_dim")),
+  (r"[kv]_proj_lora_b", (None, "kv_heads", "head_dim")),
+  (r"(o|down)_proj_lora_b", (None, "embed")),
+  (r"(gate|up)_proj_lora_b", (None, "mlp")),
 )
 
-# Batch rows and cache slots over "data" and "fsdp", weights over "fsdp" and "tensor".
+# Batch rows and cache slots over "data", "fsdp" and "expert", weights over "fsdp" and "tensor", experts over "expert" too.
 DEFAULT_RULES: dict[str, str | tuple[str, ...] | None] = {
-  "batch": ("data", "fsdp"),
-  "slots": ("data", "fsdp"),
+  "batch": ("data", "fsdp", "expert"),
+  "slots": ("data", "fsdp", "expert"),
   "vocab": "tensor",
   "embed": "fsdp",
   "heads": "tensor",
   "kv_heads": "tensor",
   "head_dim": None,
   "mlp": "tensor",
+  "experts": "expert",
 }
 
 
@@ -101,11 +115,11 @@ def param_shardings(tree, mesh: Mesh, rules: Mapping = DEFAULT_RULES):
 
 
 def logical_axes(path: str) -> tuple[str | None, ...]:
-  """The logical axes of the parameter at "layer_0/q_proj"."""
-  last = path.rsplit("/", 1)[-1]
+  """The logical axes of the parameter at "layer_0/q_proj"; stacked layers come first and are never split."""
+  *parents, last = path.split("/")
   for pattern, axes in PARAM_AXES:
     if re.fullmatch(pattern, last):
-      return axes
+      return (None,) * ("layers" in parents) + axes
   raise ValueError(f"parameter {path!r} has no logical axes; add its name to PARAM_AXES in policy/sharding.py.")
 
 

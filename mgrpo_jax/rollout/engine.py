@@ -392,8 +392,9 @@ def _state_shardings(model, config: EngineConfig, mesh, rules):
   split = config.slots % sharding.axis_size("slots", mesh, rules) == 0
   slots = "slots" if split else None
   c = model.config
-  cache_shape = (config.slots, c.num_kv_heads, config.max_length, c.head_dim)
-  cache = sharding.array_sharding((slots, "kv_heads", None, None), cache_shape, mesh, rules, "the cache")
+  stacked = model.cache_axis  # then layers come first
+  cache_shape = (c.num_layers,) * stacked + (config.slots, c.num_kv_heads, config.max_length, c.head_dim)
+  cache = sharding.array_sharding((None,) * stacked + (slots, "kv_heads", None, None), cache_shape, mesh, rules, "the cache")
   per_slot = sharding.array_sharding((slots,), (config.slots,), mesh, rules)
   return cache, per_slot, sharding.array_sharding((), (), mesh, rules)
 
@@ -423,7 +424,8 @@ def _programs(model: Transformer, config: EngineConfig, places):
 
   def prefill(params, state, rows):
     slot, valid = rows["slot"], rows["valid"]
-    cache = jax.tree.map(lambda x: x.at[slot].get(mode="clip"), state["cache"])
+    at = (slice(None),) * model.cache_axis + (slot,)
+    cache = jax.tree.map(lambda x: x.at[at].get(mode="clip"), state["cache"])
     hidden, cache = model.forward_cached(params, rows["tokens"], rows["prev"], rows["start"], valid, cache)
     end = jnp.maximum(valid - 1, 0)[:, None]
     hidden = jnp.take_along_axis(hidden, end[..., None], axis=1)[:, 0]
@@ -432,11 +434,13 @@ def _programs(model: Transformer, config: EngineConfig, places):
     token, logprob = _sample(model.logits(params, hidden), key, length, rows["temperature"])
     left = rows["budget"] - 1
     new = {
-      "cache": cache, "last": token, "before": jnp.take_along_axis(rows["tokens"], end, axis=1)[:, 0],
+      "last": token, "before": jnp.take_along_axis(rows["tokens"], end, axis=1)[:, 0],
       "length": length, "key": key, "temperature": rows["temperature"], "left": left,
       "active": rows["last"] & ~stops(token) & (left > 0),
     }
-    return jax.tree.map(lambda old, x: old.at[slot].set(x, mode="drop"), state, new), (token, logprob)
+    merged = {n: state[n].at[slot].set(x, mode="drop") for n, x in new.items()}
+    merged["cache"] = jax.tree.map(lambda old, x: old.at[at].set(x, mode="drop"), state["cache"], cache)
+    return merged, (token, logprob)
 
   def one_token(params, carry):
     i, state, tokens, logprobs_, emitted = carry
