@@ -83,10 +83,15 @@ class Agent:
     self.engine.warm_up()
     if not self.trainable:
       return
-    blank = Trajectory(self.name, "", 0, turns=[Turn(*(np.zeros(n, np.int32) for n in (2, 0, 0, 0)))])
-    batch = self.place(next(alignment.emit_batches([blank], [0.0], [1.0], rows=rows, length=length)))
+    batch = self.place(blank_batch(rows, length))
     # two micro-batches: the second one starts from another's sums
     learner.update(jax.tree.map(jnp.copy, self.state), [batch] * 2, self.fns, 1.0)
+
+
+def blank_batch(rows: int, length: int) -> dict:
+  """A host batch as an update gets it, with nothing to learn in it."""
+  blank = Trajectory("", "", 0, turns=[Turn(*(np.zeros(n, np.int32) for n in (2, 0, 0, 0)))])
+  return next(alignment.emit_batches([blank], [0.0], [1.0], rows=rows, length=length))
 
 
 def build_meshes(config, devices) -> dict[str, jax.sharding.Mesh]:
@@ -115,8 +120,31 @@ def check(config, meshes, tokenizers) -> None:
 
 
 def build_model(name: str, config, tokenizer) -> transformer.Transformer:
-  """The model of an agent, as pure functions."""
-  return transformer.Transformer(transformer.ModelConfig(vocab_size=tokenizer.vocab_size, **config.agents[name].model.to_dict()))
+  """The model of an agent, as pure functions; with model.vocab_size set, `tokenizer` may be None.
+
+  Raises:
+    UserError: fewer tokens than the tokenizer has.
+  """
+  settings = config.agents[name].model.to_dict()
+  known = tokenizer.vocab_size if tokenizer is not None else 0
+  settings["vocab_size"] = settings["vocab_size"] or known
+  if settings["vocab_size"] < known:
+    raise UserError(f"config.agents.{name}.model.vocab_size={settings['vocab_size']} is less than the {known} tokens of the tokenizer")
+  return transformer.Transformer(transformer.ModelConfig(**settings))
+
+
+def build_update(name: str, config, model):
+  """(optimizer, loss options, compiled pieces of the update) of an agent."""
+  optimizer = learner.make_optimizer(**config.agents[name].optimizer.to_dict())
+  options = learner.LossOptions(temperature=float(config.rollout.temperature), **config.method.loss.to_dict())
+  return optimizer, options, learner.make_update(model, optimizer, options, chunk=config.train.logprob_chunk)
+
+
+def engine_shapes(name: str, config, stop_tokens: tuple[int, ...]) -> engine.EngineConfig:
+  """The fixed shapes of an agent's engine."""
+  r = config.rollout
+  return engine.EngineConfig(stop_tokens, slots=r.slots, max_length=config.agents[name].limits.context, prefill_rows=r.prefill_rows,
+                             buckets=tuple(r.prefill_buckets), decode_chunk=r.decode_chunk)
 
 
 def build(name: str, config, mesh, tokenizer, *, tools=None, progress=None) -> Agent:
@@ -129,17 +157,12 @@ def build(name: str, config, mesh, tokenizer, *, tools=None, progress=None) -> A
   """
   a = config.agents[name]
   model = build_model(name, config, tokenizer)
-  optimizer = learner.make_optimizer(**a.optimizer.to_dict())
-  options = learner.LossOptions(temperature=float(config.rollout.temperature), **config.method.loss.to_dict())
-  fns = learner.make_update(model, optimizer, options, chunk=config.train.logprob_chunk)
+  optimizer, options, fns = build_update(name, config, model)
   params = initial_params(name, config, model, mesh, tokenizer, progress)
-  r = config.rollout
-  shapes = engine.EngineConfig(tokenizer.stop_tokens, slots=r.slots, max_length=a.limits.context,
-                               prefill_rows=r.prefill_rows, buckets=tuple(r.prefill_buckets), decode_chunk=r.decode_chunk)
-  sampler = engine.LocalEngine(model, params, shapes, mesh=mesh)
+  sampler = engine.LocalEngine(model, params, engine_shapes(name, config, tokenizer.stop_tokens), mesh=mesh)
   runtime = controller.AgentRuntime(
     name, sampler, tokenizer, controller.Limits(**a.limits.to_dict()), tools=tools if a.tools else None,
-    tool_names=tuple(a.tools), delegates=tuple(a.delegates), system=a.prompt, thinking=r.thinking)
+    tool_names=tuple(a.tools), delegates=tuple(a.delegates), system=a.prompt, thinking=config.rollout.thinking)
   reference = sharding.place(params, mesh) if options.kl_coef else None
   state = learner.init_state(params, optimizer)
   return Agent(name, a, model, mesh, sampler, runtime, options, fns, state, reference=reference)

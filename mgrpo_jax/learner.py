@@ -23,7 +23,7 @@ import optax
 
 from mgrpo_jax.method import loss as loss_lib
 from mgrpo_jax.policy import logprobs as logprobs_lib
-from mgrpo_jax.policy import lora
+from mgrpo_jax.policy import lora, sharding
 
 State = dict[str, Any]
 
@@ -67,13 +67,24 @@ def make_optimizer(*, learning_rate: float, warmup_updates: int = 0, decay_updat
 
 def init_state(params, optimizer: optax.GradientTransformation) -> State:
   """Train state around parameters (jax arrays, used as they are); moments are created where their parameters lie."""
+  places = jax.tree.map(lambda x: x.sharding, abstract_state(params, optimizer))
+  state = {"params": jax.device_put(params, places["params"]), "step": jax.device_put(jnp.zeros((), jnp.int32), places["step"])}
+  if "master" in places:
+    params = state["master"] = jax.jit(_float32, out_shardings=places["master"])(params)
+  return state | {"opt_state": jax.jit(optimizer.init, out_shardings=places["opt_state"])(params)}
+
+
+def abstract_state(params, optimizer: optax.GradientTransformation) -> State:
+  """The shapes, types and places of a train state around such parameters (arrays or ShapeDtypeStructs with shardings)."""
   places, scalar = _places(params)
-  state = {"params": jax.device_put(params, places), "step": jax.device_put(jnp.zeros((), jnp.int32), scalar)}
+  shapes = {"params": params, "step": jax.ShapeDtypeStruct((), jnp.int32)}
   if any(p.dtype != jnp.float32 for p in jax.tree.leaves(params)):
-    params = state["master"] = jax.jit(_float32, out_shardings=places)(params)
-  shapes = jax.eval_shape(optimizer.init, params)
-  opt_places = optax.tree.map_params(optimizer, lambda _, place: place, shapes, places, transform_non_params=lambda _: scalar)
-  return state | {"opt_state": jax.jit(optimizer.init, out_shardings=opt_places)(params)}
+    params = shapes["master"] = jax.eval_shape(_float32, params)
+  shapes["opt_state"] = jax.eval_shape(optimizer.init, params)
+  opt_places = optax.tree.map_params(optimizer, lambda _, place: place, shapes["opt_state"], places,
+                                     transform_non_params=lambda _: scalar)
+  all_places = {"params": places, "master": places, "opt_state": opt_places, "step": scalar}
+  return sharding.abstract(shapes, {k: all_places[k] for k in shapes})
 
 
 def _float32(tree):
@@ -97,14 +108,18 @@ def _jit_in_place(function: Callable, places: Callable, donate: tuple[int, ...] 
   """
   programs: dict = {}
 
-  def call(*args):
+  def program(*args):
     out = places(*args)
     leaves, structure = jax.tree.flatten(out)
     key = (tuple(leaves), structure)
     if key not in programs:
       programs[key] = jax.jit(function, out_shardings=out, donate_argnums=donate)
-    return programs[key](*args)
+    return programs[key]
 
+  def call(*args):
+    return program(*args)(*args)
+
+  call.lower = lambda *args: program(*args).lower(*args)
   return call
 
 
@@ -180,6 +195,13 @@ def make_update(model, optimizer: optax.GradientTransformation, options: LossOpt
     apply=_jit_in_place(apply, lambda state, _: (jax.tree.map(lambda x: x.sharding, state), None), donate=(0,)),
     logprobs=jax.jit(lambda params, batch, frozen=None: batch_logprobs(params, batch, frozen)[0]),
     zeros=_jit_in_place(lambda params: (jax.tree.map(lambda p: jnp.zeros(p.shape), params), jnp.zeros(())), _places))
+
+
+def lower(fns: UpdateFns, state: State, batch: dict) -> dict[str, jax.stages.Lowered]:
+  """The two programs of an update for abstract inputs (`abstract_state`, and a batch of ShapeDtypeStructs)."""
+  total = fns.zeros.lower(state["params"]).out_info
+  divisor = jax.ShapeDtypeStruct((), jnp.float32)
+  return {"gradients": fns.gradients.lower(state["params"], total, batch, divisor), "apply": fns.apply.lower(state, total)}
 
 
 def _other_policies(batch: dict, options: LossOptions) -> dict:

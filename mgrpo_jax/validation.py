@@ -55,7 +55,7 @@ RULES: dict[str, str | tuple[str, ...]] = {
   "agents.*.model.num_layers": SIZE, "agents.*.model.embed_dim": SIZE, "agents.*.model.num_heads": SIZE,
   "agents.*.model.num_kv_heads": SIZE, "agents.*.model.head_dim": SIZE, "agents.*.model.mlp_dim": SIZE,
   "agents.*.model.rope_theta": POSITIVE, "agents.*.model.norm_eps": POSITIVE, "agents.*.model.init_std": POSITIVE,
-  "agents.*.model.dtype": ("float32", "bfloat16"),
+  "agents.*.model.vocab_size": SIZE, "agents.*.model.dtype": ("float32", "bfloat16"),
   "agents.*.mesh.data": SIZE, "agents.*.mesh.fsdp": SIZE, "agents.*.mesh.tensor": SIZE,
   "agents.*.optimizer.learning_rate": NOT_NEGATIVE, "agents.*.optimizer.warmup_updates": COUNT,
   "agents.*.optimizer.b1": "[0, 1)", "agents.*.optimizer.b2": "[0, 1)", "agents.*.optimizer.eps": POSITIVE,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mgrpo_jax import agent, checkpoint, warm_start, world
-from mgrpo_jax.policy import sharding, transformer
+from mgrpo_jax.policy import sharding
 from mgrpo_jax.rollout import conversation
 from mgrpo_jax.tasks import atlas
 
@@ -27,8 +27,7 @@ def parts(name, agent_name, arg=None):
   """(config, tokenizer, model, settings, content hash) of an agent's warm start."""
   config = config_of(name, arg)
   tokenizer = world.build_tokenizer(config, atlas.Atlas.load())
-  model = transformer.Transformer(transformer.ModelConfig(
-    vocab_size=tokenizer.vocab_size, **config.agents[agent_name].model.to_dict()))
+  model = agent.build_model(agent_name, config, tokenizer)
   settings, key = agent.warm_start_key(agent_name, config, model, tokenizer)
   return config, tokenizer, model, settings, key
 
@@ -81,7 +80,7 @@ def test_a_warm_start_is_made_once_and_then_found(tmp_path, monkeypatch):
 def test_every_setting_has_its_own_weights(change):
   config = config_of("gaia", "smoke")
   tokenizer = world.build_tokenizer(config, atlas.Atlas.load())
-  model = transformer.Transformer(transformer.ModelConfig(vocab_size=tokenizer.vocab_size, **config.agents.main.model.to_dict()))
+  model = agent.build_model("main", config, tokenizer)
   _, before = agent.warm_start_key("main", config, model, tokenizer)
   node = config.agents.main.warm_start
   *inner, last = change[0].split(".")

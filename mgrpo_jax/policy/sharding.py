@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 # What each dimension of a parameter is, by the end of its path. Optimizer moments end in the same names.
@@ -58,15 +59,24 @@ DEFAULT_RULES: dict[str, str | tuple[str, ...] | None] = {
 def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
   """A mesh of the first prod(shape) devices, with axes left to the compiler (AxisType.Auto).
 
+  Devices of several TPU slices: the first axis goes across the slices, all others stay inside one.
+
   Raises:
-    ValueError: too few devices, or a size below 1.
+    ValueError: too few devices, a size below 1, or a first axis that is no multiple of the slices.
   """
   devices = list(jax.devices() if devices is None else devices)
   need = _size(shape)
   if need > len(devices):
     raise ValueError(f"mesh {dict(shape)} needs {need} devices, there are {len(devices)}; make an axis smaller.")
-  return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape),
-                       devices=devices[:need])
+  devices, sizes, auto = devices[:need], tuple(shape.values()), (AxisType.Auto,) * len(shape)
+  slices = len({getattr(d, "slice_index", 0) for d in devices})
+  if slices == 1:
+    return jax.make_mesh(sizes, tuple(shape), axis_types=auto, devices=devices)
+  if sizes[0] % slices:
+    raise ValueError(f"mesh {dict(shape)} lies on {slices} slices: make its first axis a multiple of {slices}.")
+  across = (slices,) + (1,) * (len(sizes) - 1)
+  grid = mesh_utils.create_hybrid_device_mesh((sizes[0] // slices, *sizes[1:]), across, devices)
+  return Mesh(grid, tuple(shape), axis_types=auto)
 
 
 def partition_devices(devices: Sequence[jax.Device], shapes: Mapping[str, Mapping[str, int]]) -> dict[str, Mesh]:
@@ -132,6 +142,11 @@ def init_sharded(model, key: jax.Array, mesh: Mesh, rules: Mapping = DEFAULT_RUL
   return jax.jit(model.init, out_shardings=shardings)(key)
 
 
+def abstract(tree, shardings):
+  """ShapeDtypeStructs of a tree's leaves in their places, from which a program can be compiled without any array."""
+  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
 def place(tree, mesh: Mesh, rules: Mapping = DEFAULT_RULES):
   """Copies parameters onto a mesh. The result shares no buffer with `tree`, which may be donated afterwards."""
   def one(x, sharding):
@@ -151,10 +166,15 @@ def array_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh,
 
 def shard_batch(batch, mesh: Mesh, rules: Mapping = DEFAULT_RULES):
   """Puts a tree of host arrays on the mesh, the first dimension of each split as "batch" says (scalars copied)."""
+  batch = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), batch)
+  return jax.device_put(batch, batch_shardings(batch, mesh, rules))
+
+
+def batch_shardings(batch, mesh: Mesh, rules: Mapping = DEFAULT_RULES):
+  """Where `shard_batch` puts a tree of arrays."""
   def one(x):
-    x = np.asarray(x) if not isinstance(x, jax.Array) else x
     axes = ("batch",) + (None,) * (x.ndim - 1) if x.ndim else ()
-    return jax.device_put(x, array_sharding(axes, x.shape, mesh, rules, "batch"))
+    return array_sharding(axes, x.shape, mesh, rules, "batch")
 
   return jax.tree.map(one, batch)
 

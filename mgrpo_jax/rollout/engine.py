@@ -327,13 +327,7 @@ class LocalEngine:
 
   def _run_prefill(self, rows, bucket: int):
     """rows: (turn, start, stop, whether this chunk is the turn's last); the other rows of the call are empty."""
-    r = self.config.prefill_rows
-    host = {
-      "slot": np.full(r, self.config.slots, np.int32), "tokens": np.zeros((r, bucket), np.int32),
-      "prev": np.full(r, -1, np.int32), "start": np.zeros(r, np.int32), "valid": np.zeros(r, np.int32),
-      "last": np.zeros(r, bool), "key": np.zeros((r, 2), np.uint32), "turn": np.zeros(r, np.int32),
-      "temperature": np.ones(r, np.float32), "budget": np.ones(r, np.int32),
-    }
+    host = _empty_rows(self.config, bucket)
     for i, (turn, start, stop, last) in enumerate(rows):
       tokens, request = turn.conversation.tokens, turn.request
       host["slot"][i], host["start"][i], host["valid"][i] = turn.conversation.slot, start, stop - start
@@ -385,6 +379,29 @@ class LocalEngine:
 
 
 # ---- the compiled programs
+
+
+def abstract_state(model: Transformer, config: EngineConfig, mesh, rules=sharding.DEFAULT_RULES) -> dict:
+  """The shapes and places of an engine's device state; `mesh` may be an AbstractMesh."""
+  return _programs(model, config, _state_shardings(model, config, mesh, rules))[2].trace().out_info
+
+
+def lower(model: Transformer, config: EngineConfig, params, mesh, rules=sharding.DEFAULT_RULES) -> dict[str, jax.stages.Lowered]:
+  """The programs of an engine (prefill: of the largest bucket) for abstract weights."""
+  prefill, decode, _ = _programs(model, config, _state_shardings(model, config, mesh, rules))
+  state = abstract_state(model, config, mesh, rules)
+  return {"prefill": prefill.lower(params, state, _empty_rows(config, config.buckets[-1])), "decode": decode.lower(params, state)}
+
+
+def _empty_rows(config: EngineConfig, bucket: int) -> dict[str, np.ndarray]:
+  """The host's part of a prefill call in which no row is used."""
+  r = config.prefill_rows
+  return {
+    "slot": np.full(r, config.slots, np.int32), "tokens": np.zeros((r, bucket), np.int32),
+    "prev": np.full(r, -1, np.int32), "start": np.zeros(r, np.int32), "valid": np.zeros(r, np.int32),
+    "last": np.zeros(r, bool), "key": np.zeros((r, 2), np.uint32), "turn": np.zeros(r, np.int32),
+    "temperature": np.ones(r, np.float32), "budget": np.ones(r, np.int32),
+  }
 
 
 def _state_shardings(model, config: EngineConfig, mesh, rules):
