@@ -75,7 +75,7 @@ def main():
   model = Transformer(ModelConfig(
     vocab_size=args.vocab, num_layers=args.layers, embed_dim=args.width, num_heads=args.heads,
     num_kv_heads=args.kv_heads, head_dim=args.width // args.heads, mlp_dim=2 * args.width, token_shift=True))
-  config = EngineConfig(stop_token=1, slots=args.slots, max_length=args.length, prefill_rows=args.prefill_rows,
+  config = EngineConfig(stop_tokens=(1,), slots=args.slots, max_length=args.length, prefill_rows=args.prefill_rows,
                         decode_chunk=args.decode_chunk)
   engine = LocalEngine(model, model.init(jax.random.key(0)), config)
   start = time.perf_counter()

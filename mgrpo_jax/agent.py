@@ -38,8 +38,7 @@ class Agent:
     state: {"params", "opt_state", "step"}.
     version: number of finished steps (a frozen agent counts as current).
     options, fns: its loss and its compiled update.
-    warm: host copy of the parameters it started from.
-    reference: those parameters on the mesh, when a KL term needs them.
+    reference: the parameters it started from, on the mesh, when a KL term needs them.
   """
 
   name: str
@@ -52,7 +51,6 @@ class Agent:
   fns: learner.UpdateFns
   state: learner.State
   version: int = 0
-  warm: Any = None
   reference: Any = None
 
   @property
@@ -105,14 +103,14 @@ def build_meshes(config, devices) -> dict[str, jax.sharding.Mesh]:
     raise UserError(f"config.agents.<name>.mesh: {error}") from error
 
 
-def check(config, meshes, tokenizer) -> None:
+def check(config, meshes, tokenizers) -> None:
   """Refuse, before anything compiles, models that do not fit their mesh and weights that do not fit their model.
 
   Raises:
     UserError: names the agent, and the parameter with its shapes.
   """
   for name, mesh in meshes.items():
-    model = build_model(name, config, tokenizer)
+    model = build_model(name, config, tokenizers[name])
     params = jax.eval_shape(lambda m=model: m.init(jax.random.key(0)))
     with user_input(f"config.agents.{name}.mesh"):
       sharding.param_shardings(params, mesh)
@@ -121,8 +119,8 @@ def check(config, meshes, tokenizer) -> None:
         checkpoint.load_weights(_weights_of(name, config), params)
 
 
-def build_model(name: str, config, tokenizer) -> transformer.Transformer:
-  """The model of an agent, as pure functions; with model.vocab_size set, `tokenizer` may be None.
+def build_model(name: str, config, tokenizer, mesh=None) -> transformer.Transformer:
+  """The model of an agent, as pure functions for a mesh; with model.vocab_size set, `tokenizer` may be None.
 
   Raises:
     UserError: fewer tokens than the tokenizer has.
@@ -132,7 +130,7 @@ def build_model(name: str, config, tokenizer) -> transformer.Transformer:
   settings["vocab_size"] = settings["vocab_size"] or known
   if settings["vocab_size"] < known:
     raise UserError(f"config.agents.{name}.model.vocab_size={settings['vocab_size']} is less than the {known} tokens of the tokenizer")
-  return transformer.Transformer(transformer.ModelConfig(**settings))
+  return transformer.Transformer(transformer.ModelConfig(**settings), mesh)
 
 
 def build_update(name: str, config, model):
@@ -142,10 +140,10 @@ def build_update(name: str, config, model):
   return optimizer, options, learner.make_update(model, optimizer, options, chunk=config.train.logprob_chunk)
 
 
-def engine_shapes(name: str, config, stop_token: int) -> engine.EngineConfig:
+def engine_shapes(name: str, config, stop_tokens: tuple[int, ...]) -> engine.EngineConfig:
   """The fixed shapes of an agent's engine."""
   r = config.rollout
-  return engine.EngineConfig(stop_token, slots=r.slots, max_length=config.agents[name].limits.context, prefill_rows=r.prefill_rows,
+  return engine.EngineConfig(stop_tokens, slots=r.slots, max_length=config.agents[name].limits.context, prefill_rows=r.prefill_rows,
                              buckets=tuple(r.prefill_buckets), decode_chunk=r.decode_chunk)
 
 
@@ -158,17 +156,16 @@ def build(name: str, config, mesh, tokenizer, *, tools=None, progress=None) -> A
     progress: called as progress(total, text) -> callable(step, loss) while a warm start is trained.
   """
   a = config.agents[name]
-  model = build_model(name, config, tokenizer)
+  model = build_model(name, config, tokenizer, mesh)
   optimizer, options, fns = build_update(name, config, model)
   params = initial_params(name, config, model, mesh, tokenizer, progress)
-  warm = jax.device_get(params)
-  sampler = engine.LocalEngine(model, params, engine_shapes(name, config, tokenizer.control("<|end|>")), mesh=mesh)
+  sampler = engine.LocalEngine(model, params, engine_shapes(name, config, tokenizer.stop_tokens), mesh=mesh)
   runtime = controller.AgentRuntime(
     name, sampler, tokenizer, controller.Limits(**a.limits.to_dict()), tools=tools if a.tools else None,
     tool_names=tuple(a.tools), delegates=tuple(a.delegates), system=a.prompt, thinking=config.rollout.thinking)
-  reference = sharding.place(warm, mesh) if options.kl_coef else None
+  reference = sharding.place(params, mesh) if options.kl_coef else None
   state = learner.init_state(params, optimizer)
-  return Agent(name, a, model, mesh, sampler, runtime, options, fns, state, warm=warm, reference=reference)
+  return Agent(name, a, model, mesh, sampler, runtime, options, fns, state, reference=reference)
 
 
 def initial_params(name: str, config, model, mesh, tokenizer, progress):

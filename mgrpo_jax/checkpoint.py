@@ -18,6 +18,7 @@ import math
 import os
 import pathlib
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,7 +112,9 @@ class Checkpoints:
           step, args=ocp.args.Composite(**items, **{HOST: ocp.args.JsonSave(record)}), force=True
         )
     except Exception:
-      logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # else each of its unfinished writes says the same again
+      # else each of its unfinished writes says the same again, and those that never began say so at the process's end
+      logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+      warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
       raise
     if not saved:
       raise RuntimeError(f"orbax did not save step {step} in {self.folder}")

@@ -50,7 +50,8 @@ def score_rollouts(rollouts: Sequence[Rollout], *, correct: Callable[[str | None
     correct: (prediction, query) -> bool, the task's scorer.
     experts: expert score by sub-agent name; a sub-agent without one gets the term 0.
     main_weights: keyword weights of `rewards.main_reward`; sub_weights: of `rewards.sub_reward`.
-    overlong: {"mode", "statuses", "buffer"}: "penalise" subtracts the soft length penalty, in tokens.
+    overlong: {"mode", "statuses", "penalty", "buffer", "max_tokens" by agent}: "penalise" subtracts `penalty` from those that
+      ended in one of the statuses, "penalise_length" the soft penalty for sampled tokens, whatever the status.
   """
   for rollout in rollouts:
     main, failed = rollout.main, any(t.status == "failed" for t in rollout.trajectories)
@@ -69,10 +70,17 @@ def score_rollouts(rollouts: Sequence[Rollout], *, correct: Callable[[str | None
     for t in rollout.trajectories:
       if failed:
         t.weight = 0.0
-      elif overlong["mode"] == "penalise":
-        t.reward += rewards.overlong_penalty(t.num_sampled, overlong["max_tokens"][t.agent], overlong["buffer"])
       elif overlong["mode"] == "exclude" and t.status in overlong["statuses"]:
         t.weight = 0.0
+      elif overlong["mode"].startswith("penalise"):
+        t.components["overlong"] = _overlong_penalty(t, overlong)
+        t.reward += t.components["overlong"]
+
+
+def _overlong_penalty(t: Trajectory, overlong: dict) -> float:
+  if overlong["mode"] == "penalise":
+    return -overlong["penalty"] * (t.status in overlong["statuses"])
+  return rewards.overlong_penalty(t.num_sampled, overlong["max_tokens"][t.agent], overlong["buffer"], overlong["penalty"])
 
 
 def agent_group(rollouts: Sequence[Rollout], agent: str, *, main: str, mode: str, advantage: dict,
@@ -90,6 +98,8 @@ def agent_group(rollouts: Sequence[Rollout], agent: str, *, main: str, mode: str
   rows = [(r, t) for r in rollouts for t in r.trajectories if t.agent == agent]
   trajectories = [t for _, t in rows]
   weights, dropped = _alignment_weights(rollouts, agent, main, mode, target, seed)
+  for t, w in zip(trajectories, weights):
+    t.share = float(w)
   n = len(rows)
   groups = _index([_group_key(t, nth, group_by) for t, nth in zip(trajectories, _positions(trajectories))])
   units = _index([(t.query_id, t.rollout) for t in trajectories])
@@ -122,8 +132,9 @@ def agent_group(rollouts: Sequence[Rollout], agent: str, *, main: str, mode: str
 
 
 def calls_per_rollout(rollouts: Sequence[Rollout], agent: str) -> list[int]:
-  """d_k: how many trajectories of a sub-agent take part, by rollout."""
-  return [sum(t.agent == agent and t.weight > 0 for t in r.subs) for r in rollouts]
+  """d_k: how many trajectories of a sub-agent take part, by rollout; those in which something failed say nothing of it."""
+  whole = [r for r in rollouts if not any(t.status == "failed" for t in r.trajectories)]
+  return [sum(t.agent == agent and t.weight > 0 for t in r.subs) for r in whole]
 
 
 def _alignment_weights(rollouts, agent, main, mode, target, seed) -> tuple[np.ndarray, int]:

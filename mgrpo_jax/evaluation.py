@@ -50,17 +50,17 @@ class Evaluation:
 
 def evaluate(agents: dict[str, controller.AgentRuntime], queries: Sequence[Query], correct: Callable, *,
              main: str = "main", stand_ins: dict | None = None, temperature: float = 0.0, seed: int = 0,
-             progress: Callable | None = None, tool_threads: int = 0) -> Evaluation:
+             progress: Callable | None = None, **tools) -> Evaluation:
   """Ask every question once (greedy by default).
 
   Args:
     agents: runtimes by name. To evaluate an agent alone, pass it as `main`.
     correct: (prediction, query) -> bool.
     stand_ins: functions that answer in place of a sub-agent (headroom and controls).
+    tools: tool_threads and tool_deadline of `run_rollouts`.
   """
   jobs = [controller.Job(q, 0, seed=seed, step=-1, temperature=temperature) for q in queries]
-  rollouts = controller.run_rollouts(agents, jobs, main=main, stand_ins=stand_ins, progress=progress,
-                                     tool_threads=tool_threads)
+  rollouts = controller.run_rollouts(agents, jobs, main=main, stand_ins=stand_ins, progress=progress, **tools)
   for r in rollouts:
     r.correct = r.main.result is not None and bool(correct(r.main.result, r.query))
   return Evaluation([q.id for q in queries], np.array([r.correct for r in rollouts], bool),

@@ -39,7 +39,7 @@ def results(team, checkpoints: checkpoint.Checkpoints, folder: RunFolder) -> dic
   best = checkpoints.best()
   states, _ = checkpoints.restore(best, {n: {"params": a.state["params"]} for n, a in team.agents.items()})
   trained = {n: states[n]["params"] for n in team.agents}
-  warm = {n: a.warm for n, a in team.agents.items()}
+  warm = {n: checkpoint.load_weights(folder.warm(n), a.state["params"])[0] for n, a in team.agents.items()}
   asked = _Asker(team, folder, best)
   asked.all(warm, trained)
   done = asked.done
@@ -108,7 +108,7 @@ class _Asker:
       agent.with_weights(weights[n])
     with metrics.Progress(len(queries), f"test: {name}") as bar:
       result = evaluation.evaluate(runtimes or self.team.runtimes, queries, self.team.world.correct, main=main,
-                                   stand_ins=stand_ins, progress=lambda _: bar.update(1))
+                                   stand_ins=stand_ins, progress=lambda _: bar.update(1), **self.team.tool_options)
     self.done[name] = {"step": self.step, "ids": result.ids, "correct": [int(c) for c in result.correct],
                        "levels": result.levels, "summary": result.summary()}
     write_json(path, self.done[name])

@@ -2,6 +2,9 @@
 
     state = {"params", "opt_state", "step"};  update(state, batches, ...) -> (state, metrics)
 
+"params" are what is trained: all parameters, or adapters (policy/lora.py) beside a `frozen` base that every function
+takes as well. Parameters of less than float32 have their exact values in "master", which the optimizer moves.
+
 An optimizer update may take several micro-batches. Their losses are divided by the normaliser of the whole
 update (DESIGN decision 7), so gradients simply add up and nothing depends on how the rows were split.
 """
@@ -20,7 +23,7 @@ import optax
 
 from mgrpo_jax.method import loss as loss_lib
 from mgrpo_jax.policy import logprobs as logprobs_lib
-from mgrpo_jax.policy import sharding
+from mgrpo_jax.policy import lora, sharding
 
 State = dict[str, Any]
 
@@ -65,18 +68,28 @@ def make_optimizer(*, learning_rate: float, warmup_updates: int = 0, decay_updat
 def init_state(params, optimizer: optax.GradientTransformation) -> State:
   """Train state around parameters (jax arrays, used as they are); moments are created where their parameters lie."""
   places = jax.tree.map(lambda x: x.sharding, abstract_state(params, optimizer))
-  return {"params": jax.device_put(params, places["params"]),
-          "opt_state": jax.jit(optimizer.init, out_shardings=places["opt_state"])(params),
-          "step": jax.device_put(jnp.zeros((), jnp.int32), places["step"])}
+  state = {"params": jax.device_put(params, places["params"]), "step": jax.device_put(jnp.zeros((), jnp.int32), places["step"])}
+  if "master" in places:
+    params = state["master"] = jax.jit(_float32, out_shardings=places["master"])(params)
+  return state | {"opt_state": jax.jit(optimizer.init, out_shardings=places["opt_state"])(params)}
 
 
 def abstract_state(params, optimizer: optax.GradientTransformation) -> State:
-  """The shapes, types and places of a train state around such parameters (arrays or ShapeDtypeStructs with shardings)."""
-  places, scalar = _places(params)
-  shapes = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params), "step": jax.ShapeDtypeStruct((), jnp.int32)}
-  opt_places = optax.tree.map_params(optimizer, lambda _, place: place, shapes["opt_state"], places,
-                                     transform_non_params=lambda _: scalar)
-  return sharding.abstract(shapes, {"params": places, "opt_state": opt_places, "step": scalar})
+  """The shapes, types and places of a train state around such parameters (arrays, or ShapeDtypeStructs with shardings)."""
+  param_places, scalar = _places(params)
+  shapes = {"params": params, "step": jax.ShapeDtypeStruct((), jnp.int32)}
+  places = {"params": param_places, "step": scalar}
+  if any(p.dtype != jnp.float32 for p in jax.tree.leaves(params)):
+    params = shapes["master"] = jax.eval_shape(_float32, params)
+    places["master"] = param_places
+  shapes["opt_state"] = jax.eval_shape(optimizer.init, params)
+  places["opt_state"] = optax.tree.map_params(optimizer, lambda _, place: place, shapes["opt_state"], param_places,
+                                              transform_non_params=lambda _: scalar)
+  return sharding.abstract(shapes, places)
+
+
+def _float32(tree):
+  return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def _places(params):
@@ -116,10 +129,10 @@ class UpdateFns:
   """The compiled pieces of an update (see `make_update`).
 
   Attributes:
-    gradients: (params, (grads, loss) so far, batch, normalizer) -> ((grads, loss), sums): adds one micro-batch.
+    gradients: (params, (grads, loss) so far, batch, normalizer, frozen) -> ((grads, loss), sums): adds one micro-batch.
     apply: (state, (grads, loss)) -> (state, info): one optimizer step; a non-finite loss or gradient changes nothing.
-    logprobs: (params, batch) -> f32[B, T], for proximal and reference policies.
-    zeros: params -> (zero gradients, zero loss).
+    logprobs: (params, batch, frozen) -> f32[B, T], for proximal and reference policies.
+    zeros: params -> (zero gradients, zero loss), float32.
   """
 
   gradients: Callable
@@ -139,12 +152,12 @@ def make_update(model, optimizer: optax.GradientTransformation, options: LossOpt
     chunk: positions per chunk of the log-probability computation (never a full [B, T, V]).
   """
 
-  def batch_logprobs(params, batch):
-    return logprobs_lib.token_logprobs(model, params, batch["tokens"], batch["positions"], batch["segment_ids"],
+  def batch_logprobs(params, batch, frozen):
+    return logprobs_lib.token_logprobs(model, lora.join(frozen, params), batch["tokens"], batch["positions"], batch["segment_ids"],
                                        temperature=options.temperature, chunk=chunk)
 
-  def batch_loss(params, batch, normalizer):
-    lp, entropy = batch_logprobs(params, batch)
+  def batch_loss(params, batch, normalizer, frozen=None):
+    lp, entropy = batch_logprobs(params, batch, frozen)
     shared = dict(segment_ids=batch["segment_ids"], aggregate=options.aggregate, normalizer=normalizer,
                   norm_length=options.norm_length)
     if supervised:
@@ -161,31 +174,36 @@ def make_update(model, optimizer: optax.GradientTransformation, options: LossOpt
     metrics = dict(metrics, entropy=(jnp.sum(jnp.where(seen, jax.lax.stop_gradient(entropy), 0.0)), count))
     return value, metrics
 
-  def gradients(params, so_far, batch, normalizer):
-    (value, metrics), grads = jax.value_and_grad(batch_loss, has_aux=True)(params, batch, normalizer)
+  def gradients(params, so_far, batch, normalizer, frozen=None):
+    (value, metrics), grads = jax.value_and_grad(batch_loss, has_aux=True)(params, batch, normalizer, frozen)
     return jax.tree.map(jnp.add, so_far, (grads, value)), metrics
 
   def apply(state, total):
     grads, loss = total
     norm = optax.global_norm(grads)
     good = jnp.isfinite(norm) & jnp.isfinite(loss)
-    updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-    new = {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state, "step": state["step"] + 1}
+    exact = state.get("master", state["params"])
+    updates, opt_state = optimizer.update(grads, state["opt_state"], exact)
+    exact = optax.apply_updates(exact, updates)
+    new = {"params": jax.tree.map(lambda x, p: x.astype(p.dtype), exact, state["params"]), "opt_state": opt_state,
+           "step": state["step"] + 1}
+    new |= {"master": exact} if "master" in state else {}
     # select, so that a skipped update leaves parameters, moments and counters exactly as they were
     return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, state), {"loss": loss, "grad_norm": norm, "finite": good}
 
   return UpdateFns(
     gradients=_jit_in_place(gradients, lambda params, *_: (_places(params), None), donate=(1,)),
     apply=_jit_in_place(apply, lambda state, _: (jax.tree.map(lambda x: x.sharding, state), None), donate=(0,)),
-    logprobs=jax.jit(lambda params, batch: batch_logprobs(params, batch)[0]),
-    zeros=_jit_in_place(lambda params: (jax.tree.map(jnp.zeros_like, params), jnp.zeros(())), _places))
+    logprobs=jax.jit(lambda params, batch, frozen=None: batch_logprobs(params, batch, frozen)[0]),
+    zeros=_jit_in_place(lambda params: (jax.tree.map(lambda p: jnp.zeros(p.shape), params), jnp.zeros(())), _places))
 
 
-def lower(fns: UpdateFns, state: State, batch: dict) -> dict[str, jax.stages.Lowered]:
+def lower(fns: UpdateFns, state: State, batch: dict, frozen: dict | None = None) -> dict[str, jax.stages.Lowered]:
   """The two programs of an update for abstract inputs (`abstract_state`, and a batch of ShapeDtypeStructs)."""
   total = fns.zeros.lower(state["params"]).out_info
   divisor = jax.ShapeDtypeStruct((), jnp.float32)
-  return {"gradients": fns.gradients.lower(state["params"], total, batch, divisor), "apply": fns.apply.lower(state, total)}
+  return {"gradients": fns.gradients.lower(state["params"], total, batch, divisor, frozen),
+          "apply": fns.apply.lower(state, total)}
 
 
 def _other_policies(batch: dict, options: LossOptions) -> dict:
@@ -197,12 +215,13 @@ def _other_policies(batch: dict, options: LossOptions) -> dict:
   return {name: batch[name] for name, need in needed.items() if need}
 
 
-def update(state: State, batches: Sequence[dict], fns: UpdateFns, normalizer: float) -> tuple[State, dict]:
+def update(state: State, batches: Sequence[dict], fns: UpdateFns, normalizer: float, frozen: dict | None = None) -> tuple[State, dict]:
   """One optimizer update from micro-batches of one fixed shape.
 
   Args:
     batches: dicts of arrays as `method.alignment.emit_batches` yields them (already on the agent's mesh or host).
     normalizer: the divisor of the whole update (`method.loss.loss_normalizer` over all its rows).
+    frozen: parameters that are not trained, where the state has adapters only.
 
   Returns:
     (state, metrics): metrics are (sum, count) pairs over all micro-batches, except `loss` and `grad_norm` (floats)
@@ -213,7 +232,7 @@ def update(state: State, batches: Sequence[dict], fns: UpdateFns, normalizer: fl
   total, sums = fns.zeros(state["params"]), []
   divisor = np.float32(normalizer)
   for batch in batches:
-    total, metrics = fns.gradients(state["params"], total, batch, divisor)
+    total, metrics = fns.gradients(state["params"], total, batch, divisor, frozen)
     sums.append(metrics)
   state, info = fns.apply(state, total)
   sums, info = jax.device_get((sums, info))

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from mgrpo_jax import agent as agent_lib
-from mgrpo_jax import checkpoint, credit, evaluation, learner, metrics, rendering, world
+from mgrpo_jax import checkpoint, credit, evaluation, learner, metrics, rendering, warm_start, world
 from mgrpo_jax.config import MAIN
 from mgrpo_jax.errors import UserError
 from mgrpo_jax.method import alignment
@@ -50,6 +50,11 @@ class Team:
     return {name: a.runtime for name, a in self.agents.items()}
 
   @property
+  def tool_options(self) -> dict:
+    """How `run_rollouts` calls tools."""
+    return {"tool_threads": self.config.rollout.tool_threads, "tool_deadline": self.config.rollout.tool_deadline}
+
+  @property
   def rows(self) -> int:
     """The most trajectories that one agent can have in a step: statistics are padded to it."""
     m, limits = self.config.method, self.agents[MAIN].config.limits
@@ -61,9 +66,9 @@ def build_team(config, folder, *, progress=None) -> Team:
   """The world and every agent of a config, warm-started, with version 0 published."""
   surroundings = world.load(config, folder)
   meshes = agent_lib.build_meshes(config, jax.devices())
-  agent_lib.check(config, meshes, surroundings.tokenizer)
+  agent_lib.check(config, meshes, surroundings.tokenizers)
   names = [MAIN, *(n for n in config.agents if n != MAIN)]
-  agents = {n: agent_lib.build(n, config, meshes[n], surroundings.tokenizer, tools=surroundings.tools, progress=progress)
+  agents = {n: agent_lib.build(n, config, meshes[n], surroundings.tokenizers[n], tools=surroundings.tools, progress=progress)
             for n in names}
   a = config.method.alignment
   targets = {n: alignment.AutoTarget(window=a.window, quantile=a.quantile, buckets=tuple(a.buckets))
@@ -104,7 +109,7 @@ def collect(team: Team, iterator, step: int) -> tuple[list[Rollout], dict[str, f
       break
     jobs = [controller.Job(q, k, team.config.seed, step, float(team.config.rollout.temperature))
             for q in queries for k in range(m.rollouts)]
-    rollouts = controller.run_rollouts(team.runtimes, jobs, main=MAIN, tool_threads=team.config.rollout.tool_threads)
+    rollouts = controller.run_rollouts(team.runtimes, jobs, main=MAIN, **team.tool_options)
     _score(team, rollouts)
     dead = set(_group(team, rollouts, MAIN, step).dead_queries) if m.zero_variance == "resample" else set()
     kept += [r for r in rollouts if r.query.id not in dead]
@@ -139,16 +144,17 @@ def _group(team: Team, rollouts: list[Rollout], name: str, step: int) -> credit.
     rollouts, name, main=MAIN, mode=m.alignment.mode, advantage=m.advantage.to_dict(), group_by=m.group_by,
     zero_variance=m.zero_variance, overlong=m.overlong.to_dict(), size=team.rows,
     target=target.target if target else int(8 if m.alignment.target == "auto" else m.alignment.target),
-    seed=(team.config.seed * 1_000_003 + step) & 0x7FFFFFFF)
+    seed=stable_hash(f"{team.config.seed}/{step}/{name}/alignment"))
 
 
 def update_agent(team: Team, name: str, rollouts: list[Rollout], step: int, folder: RunFolder) -> dict[str, float]:
   """One agent's own part of a step: its advantages, its alignment, its updates. Returns its metrics."""
   agent, group = team.agents[name], _group(team, rollouts, name, step)
-  values = _describe(group)
-  if team.targets.get(name) is not None:
-    team.targets[name].observe(credit.calls_per_rollout(rollouts, name))
-    values |= {"target": team.targets[name].target, "target_doublings": team.targets[name].doublings}
+  values = _describe(group) | {"staleness": max((agent.version - t.oldest_version() for t in group.trajectories if t.num_sampled), default=0)}
+  if (target := team.targets.get(name)) is not None:
+    values |= {"target": target.target}  # what this step was aligned with; its own calls act on the next one
+    target.observe(credit.calls_per_rollout(rollouts, name))
+    values |= {"target_doublings": target.doublings}
   if agent.trainable:
     plan = plan_updates(group, agent.options, team.config, stable_hash(f"{team.config.seed}/{step}/{name}"))
     values |= _run_updates(team, agent, plan, step, folder)
@@ -159,7 +165,8 @@ def plan_updates(group: credit.Group, options: learner.LossOptions, config, seed
   """[(micro-batches, normalizer)] for each optimizer update of a step; updates without a row are left out.
 
   Trajectories are dealt to the updates at random (seeded). A row whose advantage is exactly 0 needs no work when
-  no KL or entropy term acts on it, but the divisor counts it.
+  no KL or entropy term acts on it, but the divisor counts it: then the entropy, ratios and clipped shares that are
+  reported are those of the rows that teach.
   """
   t = config.train
   tokens = np.array([tr.num_sampled for tr in group.trajectories], np.int64)
@@ -189,7 +196,7 @@ def _run_updates(team: Team, agent, plan, step: int, folder: RunFolder) -> dict[
       team.bad_updates[agent.name] = 0
     else:
       skipped += 1
-      _keep_bad_batch(team, agent.name, plan[i][0], step, i, folder)
+      _keep_bad_batch(team, agent.name, batches, normalizer, step, i, folder)
     for k in plain:
       plain[k].append(out.pop(k))
     for k, pair in out.items():
@@ -201,10 +208,11 @@ def _run_updates(team: Team, agent, plan, step: int, folder: RunFolder) -> dict[
   return {**values, "updates": len(plan), "skipped_updates": skipped, "micro_batches": sum(len(b) for b, _ in plan)}
 
 
-def _keep_bad_batch(team: Team, name: str, batches: list[dict], step: int, index: int, folder: RunFolder) -> None:
+def _keep_bad_batch(team: Team, name: str, batches: list[dict], normalizer: float, step: int, index: int, folder: RunFolder) -> None:
   path = folder.path / "bad_batches" / f"{name}-step{step}-update{index}.npz"
   path.parent.mkdir(exist_ok=True)
-  np.savez_compressed(path, **{f"{i}/{k}": v for i, b in enumerate(batches) for k, v in b.items()})
+  arrays = {f"{i}/{k}": np.asarray(v) for i, b in enumerate(batches) for k, v in b.items()}
+  np.savez_compressed(path, normalizer=np.float32(normalizer), **arrays)
   team.bad_updates[name] += 1
   print(f"step {step}: agent {name} had a loss or gradient that is not finite; the update was skipped, its batch is in {path}",
         file=sys.stderr)
@@ -224,9 +232,8 @@ def _describe(group: credit.Group) -> dict[str, float]:
     "sampled_tokens": sum(t.num_sampled for t in group.trajectories),
     "turns": sum(len(t.turns) for t in group.trajectories) / n,
     **group.stats}
-  experts = [t.components["expert"] for t in live if "expert" in t.components]
-  if experts:
-    out["expert"] = float(np.mean(experts))
+  for term in {k for t in live for k in t.components} - {"format"}:
+    out[term] = float(np.mean([t.components[term] for t in live]))
   for t in group.trajectories:
     out[f"status_{t.status}"] = out.get(f"status_{t.status}", 0) + 1
   return out
@@ -249,11 +256,11 @@ def train(config, folder: RunFolder, *, finish: Callable[[Team, checkpoint.Check
   checkpoints = checkpoint.Checkpoints(folder.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
   with checkpoints:
     start = checkpoints.latest_step()
-    if start is not None and config.train.warm_start == "rebuild":
+    if start is not None and folder.warm(MAIN).exists():  # where a run began is its own: caches and packages change under it
       config = config.copy_and_resolve_references()
-      config.train.warm_start = "shipped"  # what this run rebuilt at its start is kept: it is found, not made again
+      config.train.warm_start = str(folder.warm(MAIN).parent)
     team = build_team(config, folder.path, progress=_bar)
-    team.world.tokenizer.save(folder.path / "tokenizer.json")
+    team.world.tokenizers[MAIN].save(folder.path / "tokenizer.json")
     iterator = question_iterator(team.world.train, config.seed)
     # ---- go on where the last checkpoint stands
     if start is not None:
@@ -262,10 +269,13 @@ def train(config, folder: RunFolder, *, finish: Callable[[Team, checkpoint.Check
     with log:
       if start is None:
         start = 0
+        for name, a in team.agents.items():
+          warm_start.save(folder.warm(name), a.state["params"], {"agent": name})
         _evaluate_and_save(team, checkpoints, iterator, 0, log, {})
       for name, a in team.agents.items():
         a.warm_up(config.train.rows, config.train.length)
         _group(team, [], name, 0)
+      compiled.pop()
       bar = metrics.Progress(steps, "train", initial=start)
       with bar:
         for step in range(start, steps):
@@ -283,8 +293,11 @@ def train(config, folder: RunFolder, *, finish: Callable[[Team, checkpoint.Check
 
 
 def run_step(team: Team, iterator, step: int, folder: RunFolder, compiled: metrics.CompileCounter) -> dict[str, float]:
-  """Step t of every agent. Version t samples, version t + 1 is published at its end."""
-  timer, before = metrics.Timer(), compiled.programs
+  """Step t of every agent. Version t samples, version t + 1 is published at its end.
+
+  The compilations counted are those since the step before, its evaluation and checkpoint included.
+  """
+  timer = metrics.Timer()
   with timer("rollout"):
     rollouts, values = collect(team, iterator, step)
   with timer("update"):
@@ -301,7 +314,7 @@ def run_step(team: Team, iterator, step: int, folder: RunFolder, compiled: metri
   if keep:
     text = "\n\n".join(rendering.rollout_text(r) for r in rollouts[:: max(1, len(rollouts) // keep)][:keep])
     (folder.rollouts / f"step{step:06d}.txt").write_text(text + "\n", encoding="utf-8")
-  return {**values, **timer.pop(), "compile/programs": compiled.programs - before, "memory/peak_mb": metrics.peak_memory_mb()}
+  return {**values, **timer.pop(), "compile/programs": compiled.pop(), "memory/peak_mb": metrics.peak_memory_mb()}
 
 
 def _evaluate_and_save(team: Team, checkpoints, iterator, step: int, log: metrics.Metrics, values: dict) -> float | None:
@@ -309,7 +322,7 @@ def _evaluate_and_save(team: Team, checkpoints, iterator, step: int, log: metric
   config, score = team.config, None
   last = step == config.train.steps
   if step % config.eval.every == 0 or last:
-    result = evaluation.evaluate(team.runtimes, team.world.validation, team.world.correct, main=MAIN)
+    result = evaluation.evaluate(team.runtimes, team.world.validation, team.world.correct, main=MAIN, **team.tool_options)
     score = result.accuracy
     values = {**values, **evaluation.flat(result.summary(), "eval/validation")}
   log.write(step, values)

@@ -167,7 +167,7 @@ class CompileCounter:
     import jax
 
     self._lock = threading.Lock()
-    self._backend, self.cache_hits, self.seconds = 0, 0, 0.0
+    self._backend, self._seen, self.cache_hits, self.seconds = 0, 0, 0, 0.0
     self._open = True
     jax.monitoring.register_event_duration_secs_listener(self._on_duration)
     jax.monitoring.register_event_listener(self._on_event)
@@ -180,6 +180,11 @@ class CompileCounter:
   def programs(self) -> int:
     """Compiled or read from the cache: new programs in this process."""
     return self._backend
+
+  def pop(self) -> int:
+    """`programs` since the last call."""
+    new, self._seen = self._backend - self._seen, self._backend
+    return new
 
   def close(self) -> None:
     import jax

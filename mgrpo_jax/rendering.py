@@ -16,7 +16,7 @@ def rollout_text(rollout: Rollout) -> str:
 
 def _trajectory_lines(t: Trajectory, subs: dict[int, Trajectory], indent: str) -> list[str]:
   reward = "" if t.reward is None else f", reward {t.reward:.2f}"
-  terms = "".join(f" {k}={v:g}" for k, v in t.components.items())
+  terms = "".join(f" {k}={v:g}" for k, v in t.components.items()) + ("" if t.share is None else f", share {t.share:g}")
   lines = [f"{indent}{t.agent}: {t.task!r} -> {t.result!r} [{t.status}, format {'ok' if t.format_ok else 'broken'}{reward}{terms}]"]
   for event in t.events:
     if "error" in event:

@@ -111,7 +111,7 @@ def evaluate_saved(path: str, *, split: str = "test", step: str = "best", contro
   runtimes, stand_ins = final.control(team, control)
   with metrics.Progress(len(queries), split) as bar:
     result = evaluation.evaluate(runtimes, queries, team.world.correct, main=config_lib.MAIN, stand_ins=stand_ins,
-                                 temperature=temperature, seed=seed, progress=lambda _: bar.update(1))
+                                 temperature=temperature, seed=seed, progress=lambda _: bar.update(1), **team.tool_options)
   summary = {"run": str(path), "step": number, "split": split, "control": control, "temperature": temperature, **result.summary()}
   print(json.dumps(summary, indent=1))
   return summary

@@ -149,6 +149,10 @@ class RunFolder:
   def results(self) -> pathlib.Path:
     return self.path / RESULTS
 
+  def warm(self, agent: str) -> pathlib.Path:
+    """Where the parameters lie that an agent began the run with."""
+    return self.path / "warm" / f"{agent}.safetensors"
+
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
   """Writes a JSON file whole or not at all, and on the disk before it returns."""

@@ -74,6 +74,7 @@ class Trajectory:
     reward: filled in when it is scored; None before.
     components: the terms of the reward by name.
     weight: 1.0 takes part in the statistics; 0.0 does not (failed, or no valid subquestion).
+    share: what alignment made of the weight (1/d_k; copies/D; 0 where it was dropped); None before.
   """
 
   agent: str
@@ -90,6 +91,7 @@ class Trajectory:
   reward: float | None = None
   components: dict[str, float] = dataclasses.field(default_factory=dict)
   weight: float = 1.0
+  share: float | None = None
 
   @property
   def tokens(self) -> np.ndarray:

@@ -65,12 +65,21 @@ def cache_folder() -> pathlib.Path:
 def content_hash(model_config, tokenizer_fingerprint: str, demonstrations: Sequence, settings: Settings, *, system: str = "") -> str:
   """Name of the weights that these inputs make; the first demonstrations stand for all of them."""
   h = hashlib.blake2b(digest_size=8)
-  text = json.dumps([dataclasses.asdict(model_config), tokenizer_fingerprint, dataclasses.asdict(settings)], sort_keys=True)
+  text = json.dumps([_shape(model_config), tokenizer_fingerprint, dataclasses.asdict(settings)], sort_keys=True)
   h.update(text.encode())
   h.update(system.encode())
   for d in demonstrations:
     h.update(repr((d.task, list(d.turns))).encode())
   return h.hexdigest()
+
+
+def _shape(model_config) -> dict:
+  """What decides a model's weights: fields that the first shipped ones did not know count where they are set."""
+  later = {"qkv_bias", "qk_norm", "rope_scaling", "num_experts", "experts_per_token", "expert_dim", "norm_topk", "param_dtype",
+           "lora_rank", "lora_alpha", "lora_layers"}
+  how = {"scan_layers", "remat", "attention"}  # change the program, not what it computes
+  fields = {f.name: (getattr(model_config, f.name), f.default) for f in dataclasses.fields(model_config)}
+  return {"remat": False} | {n: x for n, (x, default) in fields.items() if n not in how and not (n in later and x == default)}
 
 
 def find(name: str) -> pathlib.Path | None:
@@ -108,7 +117,7 @@ class _Permuted:
 
 def batches(trajectories: Sequence[Trajectory], tokenizer, settings: Settings) -> Iterator[tuple[list[dict], float]]:
   """Micro-batches of each step and the tokens they teach, in a fixed order given by the seed."""
-  plain = [_Permuted(t.tokens, t.mask, t.logprobs, t.versions) for t in trajectories]
+  plain = [_Permuted(s.tokens, s.mask, s.logprobs, s.versions) for t in trajectories for s in t.segments]
   classes = tokenizer.piece_classes()
   rng = np.random.default_rng([settings.seed, 71])
   order: list[int] = []

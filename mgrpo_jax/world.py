@@ -30,7 +30,7 @@ class World:
   Attributes:
     train, validation, test: questions; no entity of one split is asked about in another (atlas).
     correct: (prediction, query) -> bool, the official scorer.
-    tokenizer: of all agents.
+    tokenizers: by agent; agents whose models are made from nothing share one.
     tools: makes a tool session from a trajectory's seed.
     random_tools: the same with a search that shows random pages (a control).
     experts: score of a sub-agent's own work, by agent.
@@ -42,7 +42,7 @@ class World:
   validation: list[Query]
   test: list[Query]
   correct: Callable
-  tokenizer: tokenizer_lib.Tokenizer
+  tokenizers: dict
   tools: Callable
   random_tools: Callable
   experts: dict[str, Expert]
@@ -64,9 +64,10 @@ def load(config, folder: pathlib.Path | None) -> World:
     raise UserError(f"there are {len(train)} training questions, fewer than config.method.queries={config.method.queries}")
   local = web.LocalWeb(pages.pages)
   tools = functools.partial(_session, local, config.rollout.random_search)
-  tokenizer = build_tokenizer(config, pages)
-  _check_prompts(config, tokenizer, train, validation, test)
-  return World(train, validation, test, gaia.score_query, tokenizer, tools, functools.partial(_session, local, True), experts,
+  own = build_tokenizer(config, pages)
+  tokenizers = dict.fromkeys(config.agents, own)
+  _check_prompts(config, tokenizers, train, validation, test)
+  return World(train, validation, test, gaia.score_query, tokenizers, tools, functools.partial(_session, local, True), experts,
                _oracle_answer, _gold_subquestions)
 
 
@@ -164,13 +165,13 @@ def _read_scorable(path: str) -> gaia.Questions:
   return queries
 
 
-def _check_prompts(config, tokenizer, train: list[Query], validation: list[Query], test: list[Query]) -> None:
+def _check_prompts(config, tokenizers, train: list[Query], validation: list[Query], test: list[Query]) -> None:
   """Every question must leave room for an answer; a file's longest ones may fail, which is said."""
   subquestions = _gold_subquestions(train[:64]) or [Query("", "", "")]
   for name, agent in config.agents.items():
     queries = [*train, *validation, *test] if name == MAIN else subquestions
     room = agent.limits.context - agent.limits.answer_reserve
-    lengths = [len(conversation.first_prompt(tokenizer, q.question, system=agent.prompt)) for q in queries]
+    lengths = [len(conversation.first_prompt(tokenizers[name], q.question, system=agent.prompt)) for q in queries]
     over = sum(n > room for n in lengths)
     longest, task = max(zip(lengths, (q.question for q in queries)))
     if not over:

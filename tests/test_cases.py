@@ -17,7 +17,7 @@ class NoAgent:
   def __init__(self):
     self.name, self.trainable, self.options, self.runtime = "main", True, learner.LossOptions(), None
     self.config = ConfigDict({"limits": {"tokens": 128, "calls": 1}})
-    self.state, self.published = {"params": 0}, []
+    self.state, self.published, self.version = {"params": 0}, [], 7
 
   def publish(self, version):
     self.published.append(version)
@@ -107,7 +107,7 @@ def test_O13_a_replacement_that_is_not_there_leaves_the_dead_question_in_the_ste
 
 def test_O14_a_step_without_a_trainable_group_moves_version_and_data_as_any_other(monkeypatch, tmp_path, capsys):
   folder = types.SimpleNamespace(path=tmp_path, rollouts=tmp_path)
-  compiled = types.SimpleNamespace(programs=0)
+  compiled = types.SimpleNamespace(pop=lambda: 0)
   t, draws = team(monkeypatch, lambda q: NONE, names="abcdefghijklmnop")
   it, disk = iterator(t), OneCheckpoint()
   values = loop.run_step(t, it, 7, folder, compiled)

@@ -43,7 +43,7 @@ def refusal(c):
   return text
 
 
-@pytest.mark.parametrize("name, arg", [("gaia", None), ("gaia", "smoke"), ("gaia", "long"), ("gaia_single", None), ("gaia_single", "smoke")])
+@pytest.mark.parametrize("name, arg", [("gaia", None), ("gaia", "smoke"), ("gaia", "long"), ("gaia", "paper"), ("gaia_single", None), ("gaia_single", "smoke")])
 def test_the_shipped_configs_are_fine(name, arg):
   validation.validate(load(name, arg))
 
@@ -176,7 +176,7 @@ def test_combinations_of_several_settings():
   frozen = changed(agents__main__trainable=False, agents__search__trainable=False)
   assert "no agent is trainable" in refusal(frozen)
   validation.validate(changed(agents__main__trainable=False, agents__search__trainable=False, train__steps=0))
-  long_buffer = dict(method__overlong__mode="penalise", method__overlong__buffer=1000)
+  long_buffer = dict(method__overlong__mode="penalise_length", method__overlong__buffer=1000)
   assert refusal(changed(**long_buffer)).startswith("config.method.overlong.buffer=1000 is more than config.agents.main.limits.tokens=")
   validation.validate(changed(method__overlong__buffer=1000))  # the buffer has no meaning in the other modes
   no_reward = changed(method__reward__main__format_weight=0.0, method__reward__main__correct_weight=0.0)

@@ -447,7 +447,7 @@ REAL_LIMITS = Limits(turns=5, turn_tokens=6, tokens=40, calls=3, context=96, ans
 
 
 def real_team(**shapes):
-  config = EngineConfig(END, **{"slots": 4, "max_length": 96, "prefill_rows": 2, "buckets": (32,), "decode_chunk": 4, **shapes})
+  config = EngineConfig((END,), **{"slots": 4, "max_length": 96, "prefill_rows": 2, "buckets": (32,), "decode_chunk": 4, **shapes})
   agents = {}
   for name, params in PARAMS.items():
     subs = ("search", "reason") if name == "main" else ()

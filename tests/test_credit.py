@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mgrpo_jax import credit
+from mgrpo_jax import credit, rendering
 from mgrpo_jax.trajectory import Query, Rollout, Trajectory, Turn
 
 STD1 = dict(scale="std", baseline="mean", ddof=1, tol=1e-6)
@@ -116,6 +116,21 @@ def fine(result="s"):
 
 
 FAILED = ("search", None, False, "failed")
+
+
+def test_calls_of_a_rollout_in_which_something_failed_say_nothing_of_how_many_calls_there_are():
+  rollouts = scored([("right", True, [fine(), fine()]), ("right", True, [fine(), FAILED, fine()]), ("right", True, [])])
+  assert credit.calls_per_rollout(rollouts, "search") == [2, 0]
+
+
+def test_the_draws_of_an_alignment_can_be_read_off_the_trajectories():
+  rollouts = trees([1, 0, 0], [[1, 0, 1], [1], []])
+  group(rollouts, "search", mode="duplicate", target=2)
+  shares = [[t.share for t in r.subs] for r in rollouts]
+  assert sorted(shares[0]) == [0, 0.5, 0.5] and shares[1:] == [[1], []]  # one dropped, one copied
+  assert "share 0.5" in rendering.rollout_text(Rollout(rollouts[1].query, 0, next(t for t in rollouts[0].subs if t.share)))
+  group(rollouts, "search", mode="weighted")
+  near([t.share for r in rollouts for t in r.subs], [1 / 3] * 3 + [1])
 
 
 def test_O61_O62_a_failure_leaves_its_whole_rollout_out_and_is_no_zero():
@@ -291,8 +306,21 @@ def test_overlong_keep_mask_and_exclude_by_status():
   assert exclude.weights.tolist() == exclude.loss_weights.tolist() == [1, 1, 0, 1]
 
 
-def test_O49_penalise_is_by_sampled_tokens_whatever_the_status():
-  overlong = {"mode": "penalise", "statuses": ("max_turns",), "buffer": 20, "max_tokens": {"main": 100, "search": 10**6}}
+def test_penalise_takes_the_penalty_from_those_that_ended_in_a_listed_status_and_names_it():
+  overlong = {"mode": "penalise", "statuses": ("max_turns", "tool_budget"), "penalty": 0.3}
+  rollouts = scored([("right", True, [fine()]), (None, False, [fine()]), (None, False, [fine()])])
+  rollouts[1].main.status, rollouts[2].main.status = "max_turns", "context_full"
+  rollouts[0].subs[0].status = "tool_budget"
+  before = [t.reward for r in rollouts for t in r.trajectories]
+  for _ in range(2):  # scoring again changes nothing
+    credit.score_rollouts(rollouts, correct=lambda result, query: result == "right", experts={}, main_weights={}, sub_weights={}, overlong=overlong)
+    taken = [t.components["overlong"] for r in rollouts for t in r.trajectories]
+    near(taken, [0, -0.3, -0.3, 0, 0, 0])
+    near([t.reward for r in rollouts for t in r.trajectories], np.add(before, taken))
+
+
+def test_O49_penalise_length_is_by_sampled_tokens_whatever_the_status():
+  overlong = {"mode": "penalise_length", "statuses": ("max_turns",), "penalty": 1.0, "buffer": 20, "max_tokens": {"main": 100, "search": 10**6}}
   rollouts = scored([("right", True, [fine()])] * 4 + [("right", True, [FAILED])])
   for r, n in zip(rollouts, (80, 90, 100, 101, 101)):
     r.main.turns = [turn(n - 30), turn(30)]

@@ -20,7 +20,7 @@ CONFIG = transformer.ModelConfig(vocab_size=VOCAB, num_layers=2, embed_dim=32, n
                                  mlp_dim=48, token_shift=True, init_std=0.3)
 MODEL = transformer.Transformer(CONFIG)
 # Odd numbers of slots and rows: remainders of vector loops must not round differently.
-SHAPES = EngineConfig(stop_token=STOP, slots=7, max_length=CONTEXT, prefill_rows=3, buckets=(4, 12), decode_chunk=5)
+SHAPES = EngineConfig(stop_tokens=(STOP,), slots=7, max_length=CONTEXT, prefill_rows=3, buckets=(4, 12), decode_chunk=5)
 
 
 @functools.cache
@@ -408,8 +408,8 @@ def test_impossible_shapes_and_misuse_are_refused():
     dataclasses.replace(SHAPES, buckets=(12, 4))
   with pytest.raises(ValueError, match="engine.slots is 0"):
     dataclasses.replace(SHAPES, slots=0)
-  with pytest.raises(ValueError, match="outside the vocabulary"):
-    LocalEngine(MODEL, weights(), dataclasses.replace(SHAPES, stop_token=VOCAB))
+  with pytest.raises(ValueError, match="must be ids of the vocabulary of"):
+    LocalEngine(MODEL, weights(), dataclasses.replace(SHAPES, stop_tokens=(VOCAB,)))
   engine = make_local(weights())
   with pytest.raises(RuntimeError, match="before dispatch"):
     engine.fetch()

@@ -236,6 +236,31 @@ def test_three_steps_of_adamw_with_warm_up_and_clipping_are_those_of_numpy():
       np.testing.assert_allclose(v, expected[i][k], atol=1e-6, err_msg=k)
 
 
+def test_bfloat16_parameters_follow_a_float32_master_that_small_steps_do_move():
+  optimizer = learner.make_optimizer(learning_rate=1e-4, b1=0.9, b2=0.99, clip_norm=1e9)
+  fns = learner.make_update(MODEL, optimizer, learner.LossOptions())
+  half = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), HOST)
+  exact = learner.init_state(jax.tree.map(lambda p: p.astype(jnp.float32), half), optimizer)
+  state = learner.init_state(half, optimizer)
+  assert "master" not in exact and {x.dtype for x in jax.tree.leaves((state["master"], state["opt_state"][1][0].mu))} == {jnp.dtype("float32")}
+  zeros, _ = fns.zeros(state["params"])
+  assert {x.dtype for x in jax.tree.leaves(zeros)} == {jnp.dtype("float32")}
+  before = jax.device_get(state["params"])
+  for i in range(30):  # each step is far below half a unit in the last place of most weights
+    gradients = jax.tree.map(lambda p: jnp.full(p.shape, 1.0 + i % 3), HOST)  # noqa: B023
+    state, _ = fns.apply(state, (gradients, jnp.float32(0)))
+    exact, _ = fns.apply(exact, (gradients, jnp.float32(0)))
+  for (k, p), (_, m), (_, e) in zip(*(sorted(flat(x).items()) for x in (state["params"], state["master"], exact["params"]))):
+    np.testing.assert_array_equal(m, e, err_msg=k)
+    np.testing.assert_array_equal(p, e.astype(jnp.bfloat16), err_msg=k)
+  moved = [np.mean(a != b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(jax.device_get(state["params"])))]
+  assert min(moved) > 0.2
+  kept = jax.device_get(state)
+  state, info = fns.apply(state, (jax.tree.map(lambda p: jnp.full(p.shape, jnp.nan), HOST), jnp.float32(0)))
+  assert not bool(info["finite"])
+  jax.tree.map(np.testing.assert_array_equal, kept, jax.device_get(state))
+
+
 def rates(count, **options):
   """The learning rate of each update: AdamW moves by it when all gradients are the same."""
   optimizer = learner.make_optimizer(clip_norm=1e9, eps=1e-12, **options)

@@ -96,6 +96,20 @@ def test_a_run_killed_again_and_again_at_any_instant_ends_with_the_same_paramete
   assert_same_run(finished[0], folder)
 
 
+def test_a_resumed_run_begins_where_it_began_whatever_became_of_the_cache(cache, tmp_path):
+  folder, elsewhere = tmp_path / "moved", tmp_path / "empty"
+  few = (*MINI, "--config.agents.search.warm_start.steps=2", "--config.agents.search.warm_start.count=64")
+  kill_after_step(folder, tmp_path / "first", 1, *few)
+  kept = {f.name: f.read_bytes() for f in sorted((folder / "warm").iterdir())}
+  assert list(kept) == ["main.safetensors", "search.safetensors"]
+  done = launch(folder, elsewhere, *few, "--config.eval.final=False")
+  assert done.returncode == 2 and "eval.final" in done.stderr  # the same command
+  done = launch(folder, elsewhere, *few)
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert "warm start of search" not in done.stderr and not (elsewhere / "warm_start").exists()
+  assert kept == {f.name: f.read_bytes() for f in sorted((folder / "warm").iterdir())}
+
+
 def test_another_config_in_the_same_folder_is_refused_with_the_difference(finished, cache):
   done = launch(finished[0], cache, *MINI, "--config.seed=7")
   assert done.returncode == 2
@@ -124,8 +138,8 @@ def test_the_single_agent_runs_with_the_tools_of_the_sub_agent(cache, tmp_path):
   assert "'visit'" not in done.stderr and '"name": "visit"' in (folder / "rollouts/step000000.txt").read_text()
 
 
-def kill_after_step(folder, cache, step):
-  process = subprocess.Popen(command(folder, *MINI), env=environment(cache), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def kill_after_step(folder, cache, step, *flags):
+  process = subprocess.Popen(command(folder, *(flags or MINI)), env=environment(cache), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
   deadline = time.time() + 300
   while time.time() < deadline and process.poll() is None:
     rows = metrics.read_metrics(folder) if (folder / "metrics.jsonl").exists() else []

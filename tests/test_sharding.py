@@ -131,3 +131,14 @@ def test_placed_weights_outlive_the_donated_original():
   jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)(params)
   assert params["embedding"].is_deleted()
   assert float(jnp.sum(copy["embedding"])) == kept
+
+
+@pytest.mark.parametrize("source, target", [(1, dict(data=2)), (1, dict(tensor=2)), (2, dict(data=1)), (2, dict(fsdp=2)), (2, dict(data=4))])
+def test_weights_placed_on_another_mesh_share_no_buffer_with_the_original(source, target):
+  original = sharding.place(MODEL.init(jax.random.key(0)), sharding.make_mesh({"data": source}))
+  placed = sharding.place(original, sharding.make_mesh(target))
+  pointers = lambda tree: {s.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for s in x.addressable_shards}  # noqa: E731
+  assert not pointers(original) & pointers(placed)
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(original), jax.device_get(placed))
+  expected = sharding.param_shardings(original, sharding.make_mesh(target))
+  assert all(x.sharding.is_equivalent_to(s, x.ndim) for x, s in zip(jax.tree.leaves(placed), jax.tree.leaves(expected)))

@@ -216,7 +216,7 @@ def test_bfloat16_and_remat_change_the_numbers_little_and_not_at_all():
   difference = np.abs(hidden - exact)
   assert 0 < difference.max() and difference.mean() < 0.03
 
-  remat = transformer.Transformer(dataclasses.replace(CONFIG, remat=True))
+  remat = transformer.Transformer(dataclasses.replace(CONFIG, remat="full"))
   loss = lambda p, model: jnp.sum(model.forward(p, tokens, POSITIONS, SEGMENTS) ** 3)  # noqa: E731
   pair = jax.jit(lambda p: (jax.grad(loss)(p, MODEL), jax.grad(loss)(p, remat)))(params)
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), *pair)

@@ -73,7 +73,7 @@ def test_a_gaia_file_is_split_said_and_its_too_long_questions_are_counted_in_one
   again = world.load(config_of(task__path=path), None)
   assert [q.id for q in again.train] == [q.id for q in w.train]
   for text in (q.question for q in everything):
-    assert w.tokenizer.decode(w.tokenizer.encode(text)) == text
+    assert w.tokenizers["main"].decode(w.tokenizers["main"].encode(text)) == text
 
 
 def test_a_test_file_of_its_own_is_used_whole_and_train_questions_can_be_cut(tmp_path, capsys):
@@ -149,7 +149,7 @@ def test_a_context_that_a_question_does_not_fit_is_refused_with_the_longest(tmp_
   assert text.startswith("the question 'What is the ") and "raise the context" in text
   assert "tokens of config.agents.main.limits.context=20, of which answer_reserve=12 must stay free" in text
   w = world.load(config_of(), None)
-  longest = max(len(w.tokenizer.encode(q.question)) + 3 for q in [*w.train, *w.validation, *w.test])
+  longest = max(len(w.tokenizers["main"].encode(q.question)) + 3 for q in [*w.train, *w.validation, *w.test])
   assert f" takes {longest} tokens " in text
   exact = dict(agents__main__limits__answer_reserve=5)
   world.load(config_of(agents__main__limits__context=longest + 5, **exact), None)
@@ -210,36 +210,36 @@ def test_what_an_expert_says_is_checked(experts):
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-  return world.load(config_of(), None).tokenizer
+def tokenizers():
+  return world.load(config_of(), None).tokenizers
 
 
-def check(c, tokenizer):
-  agent.check(c, agent.build_meshes(c, jax.devices()), tokenizer)
+def check(c, tokenizers):
+  agent.check(c, agent.build_meshes(c, jax.devices()), tokenizers)
 
 
-def test_meshes_that_do_not_fit_devices_or_model_are_refused(tokenizer):
+def test_meshes_that_do_not_fit_devices_or_model_are_refused(tokenizers):
   with pytest.raises(UserError, match="agent 'search': mesh .* needs 16 devices, there are 8"):
-    check(config_of(agents__search__mesh__data=16, train__rows=16), tokenizer)
+    check(config_of(agents__search__mesh__data=16, train__rows=16), tokenizers)
   wide = {f"agents__main__model__{k}": v for k, v in (("num_heads", 3), ("num_kv_heads", 3), ("mlp_dim", 66))}
-  assert tokenizer.vocab_size % 3
+  assert tokenizers["main"].vocab_size % 3
   with pytest.raises(UserError, match=r"config.agents.main.mesh: parameter 'embedding' has shape .*'vocab'.* of size 3"):
-    check(config_of(agents__main__mesh__tensor=3, **wide), tokenizer)
-  check(config_of(agents__main__mesh__data=2, agents__search__mesh__data=4), tokenizer)
+    check(config_of(agents__main__mesh__tensor=3, **wide), tokenizers)
+  check(config_of(agents__main__mesh__data=2, agents__search__mesh__data=4), tokenizers)
 
 
-def test_weights_to_start_from_that_are_missing_damaged_or_of_another_shape_are_refused(tokenizer, tmp_path):
+def test_weights_to_start_from_that_are_missing_damaged_or_of_another_shape_are_refused(tokenizers, tmp_path):
   c = config_of(train__warm_start=str(tmp_path))
   with pytest.raises(UserError, match="is neither shipped, rebuild, none nor a folder with main.safetensors"):
-    check(c, tokenizer)
-  shapes = jax.eval_shape(lambda: agent.build_model("main", c, tokenizer).init(jax.random.key(0)))
+    check(c, tokenizers)
+  shapes = jax.eval_shape(lambda: agent.build_model("main", c, tokenizers["main"]).init(jax.random.key(0)))
   weights = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
   for name in ("main", "search"):
     checkpoint.save_weights(tmp_path / f"{name}.safetensors", weights)
-  check(c, tokenizer)
+  check(c, tokenizers)
   other = config_of(train__warm_start=str(tmp_path), agents__search__model__mlp_dim=96)
   with pytest.raises(UserError, match=r"search.safetensors' does not fit: layer_0/.* has shape \(.*\) in it, this model needs \(.*96.*\)"):
-    check(other, tokenizer)
+    check(other, tokenizers)
   (tmp_path / "main.safetensors").write_bytes(b"nonsense")
   with pytest.raises(UserError, match="main.safetensors' is not a whole .safetensors file"):
-    check(c, tokenizer)
+    check(c, tokenizers)

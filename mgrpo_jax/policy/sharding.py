@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -26,18 +27,32 @@ PARAM_AXES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
   (r"gate_proj|up_proj", ("embed", "mlp")),
   (r"down_proj", ("mlp", "embed")),
   (r"\w*norm", (None,)),
+  (r"q_bias", ("heads", "head_dim")),
+  (r"[kv]_bias", ("kv_heads", "head_dim")),
+  (r"router", ("embed", None)),
+  (r"(gate|up)_experts", ("experts", "embed", "mlp")),
+  (r"down_experts", ("experts", "mlp", "embed")),
+  # adapters (policy/lora.py): their own dimension, the rank, is never split
+  (r"([qkv]|gate|up)_proj_lora_a", ("embed", None)),
+  (r"o_proj_lora_a", ("heads", "head_dim", None)),
+  (r"down_proj_lora_a", ("mlp", None)),
+  (r"q_proj_lora_b", (None, "heads", "head_dim")),
+  (r"[kv]_proj_lora_b", (None, "kv_heads", "head_dim")),
+  (r"(o|down)_proj_lora_b", (None, "embed")),
+  (r"(gate|up)_proj_lora_b", (None, "mlp")),
 )
 
-# Batch rows and cache slots over "data" and "fsdp", weights over "fsdp" and "tensor".
+# Batch rows and cache slots over "data", "fsdp" and "expert", weights over "fsdp" and "tensor", experts over "expert" too.
 DEFAULT_RULES: dict[str, str | tuple[str, ...] | None] = {
-  "batch": ("data", "fsdp"),
-  "slots": ("data", "fsdp"),
+  "batch": ("data", "fsdp", "expert"),
+  "slots": ("data", "fsdp", "expert"),
   "vocab": "tensor",
   "embed": "fsdp",
   "heads": "tensor",
   "kv_heads": "tensor",
   "head_dim": None,
   "mlp": "tensor",
+  "experts": "expert",
 }
 
 
@@ -110,11 +125,11 @@ def param_shardings(tree, mesh: Mesh, rules: Mapping = DEFAULT_RULES):
 
 
 def logical_axes(path: str) -> tuple[str | None, ...]:
-  """The logical axes of the parameter at "layer_0/q_proj"."""
-  last = path.rsplit("/", 1)[-1]
+  """The logical axes of the parameter at "layer_0/q_proj"; stacked layers come first and are never split."""
+  *parents, last = path.split("/")
   for pattern, axes in PARAM_AXES:
     if re.fullmatch(pattern, last):
-      return axes
+      return (None,) * ("layers" in parents) + axes
   raise ValueError(f"parameter {path!r} has no logical axes; add its name to PARAM_AXES in policy/sharding.py.")
 
 
@@ -134,7 +149,13 @@ def abstract(tree, shardings):
 
 def place(tree, mesh: Mesh, rules: Mapping = DEFAULT_RULES):
   """Copies parameters onto a mesh. The result shares no buffer with `tree`, which may be donated afterwards."""
-  return jax.device_put(tree, param_shardings(tree, mesh, rules), may_alias=False)
+  def one(x, sharding):
+    moved = jax.device_put(x, sharding, may_alias=False)
+    if isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(sharding, x.ndim):
+      return jnp.copy(moved)  # between shardings of overlapping devices jax takes over the shards that fit, alias or not
+    return moved
+
+  return jax.tree.map(one, tree, param_shardings(tree, mesh, rules))
 
 
 def array_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, rules: Mapping = DEFAULT_RULES,
@@ -160,10 +181,11 @@ def batch_shardings(batch, mesh: Mesh, rules: Mapping = DEFAULT_RULES):
 
 def axis_size(logical: str, mesh: Mesh, rules: Mapping = DEFAULT_RULES) -> int:
   """Into how many parts the table splits a logical axis on this mesh."""
-  return int(np.prod([mesh.shape[a] for a in _mesh_axes(logical, mesh, rules)], dtype=int))
+  return int(np.prod([mesh.shape[a] for a in mesh_axes(logical, mesh, rules)], dtype=int))
 
 
-def _mesh_axes(logical, mesh, rules):
+def mesh_axes(logical: str | None, mesh: Mesh, rules: Mapping = DEFAULT_RULES) -> tuple[str, ...]:
+  """The axes of this mesh over which the table splits a logical axis."""
   rule = rules.get(logical) if logical is not None else None
   names = (rule,) if isinstance(rule, str) else (rule or ())
   return tuple(n for n in names if n in mesh.shape)
@@ -172,7 +194,7 @@ def _mesh_axes(logical, mesh, rules):
 def _spec(axes, shape, mesh, rules, what):
   entries, taken = [], set()
   for i, (logical, size) in enumerate(zip(axes, shape, strict=True)):
-    names = _mesh_axes(logical, mesh, rules)
+    names = mesh_axes(logical, mesh, rules)
     twice = taken.intersection(names)
     if twice:
       raise ValueError(f"{what}: the rules split two of its dimensions over mesh axis {twice.pop()!r}; "
@@ -194,7 +216,7 @@ def _check_rules(mesh, rules):
   unknown = set(rules) - known
   if unknown:
     raise ValueError(f"sharding rules {sorted(unknown)} name no logical axis; there are {sorted(known)}.")
-  used = {a for logical in rules for a in _mesh_axes(logical, mesh, rules)}
+  used = {a for logical in rules for a in mesh_axes(logical, mesh, rules)}
   idle = [a for a, n in mesh.shape.items() if n > 1 and a not in used]
   if idle:
     raise ValueError(f"no sharding rule uses mesh axis {idle[0]!r} of size {mesh.shape[idle[0]]}; "

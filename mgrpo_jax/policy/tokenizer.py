@@ -63,6 +63,11 @@ class Tokenizer:
 
   special = control
 
+  @property
+  def stop_tokens(self) -> tuple[int, ...]:
+    """Ids that end a turn."""
+    return (self.control("<|end|>"),)
+
   def encode(self, text: str) -> list[int]:
     """Token ids of a text; never a control token. Lone surrogates, which no file can hold, become '?'."""
     text = text.encode("utf-8", "replace").decode()

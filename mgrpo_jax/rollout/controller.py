@@ -13,6 +13,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Protocol
@@ -249,12 +250,20 @@ def _check_team(agents: dict[str, AgentRuntime], main: str, stand_ins: dict) -> 
         raise ValueError(f"agents {name!r} and {sub!r} share one engine; a caller needs an engine of its own")
 
 
-def _call_now(function, *args) -> concurrent.futures.Future:
+def _call(pool: threading.BoundedSemaphore | None, function, *args) -> concurrent.futures.Future:
+  """Call now (no pool), or in a thread of the pool's number: a daemon, for a tool that hangs must not keep the process."""
   future: concurrent.futures.Future = concurrent.futures.Future()
-  try:
-    future.set_result(function(*args))
-  except Exception as error:
-    future.set_exception(error)
+
+  def call() -> None:
+    with pool or contextlib.nullcontext():
+      if not future.set_running_or_notify_cancel():
+        return
+      try:
+        future.set_result(function(*args))
+      except Exception as error:
+        future.set_exception(error)
+
+  threading.Thread(target=call, daemon=True).start() if pool else call()
   return future
 
 
@@ -269,7 +278,7 @@ class _Driver:
     self.tools: deque[tuple[_Task, str, concurrent.futures.Future]] = deque()
     self.open: dict[str, _Task] = {}  # every trajectory that has begun and not ended
     self.in_flight: list[Engine] = []  # dispatched, not yet fetched
-    self.pool = concurrent.futures.ThreadPoolExecutor(tool_threads) if tool_threads else None
+    self.pool = threading.BoundedSemaphore(tool_threads) if tool_threads else None
     self.deadline, self.progress = tool_deadline, progress
 
   def run(self, jobs: list[Job]) -> list[Rollout]:
@@ -295,8 +304,8 @@ class _Driver:
             self.ready.append((self.waiting.pop((id(engine), turn.id)), turn))
         self._collect_tools(wait=not busy and not self.ready)
     finally:
-      if self.pool:
-        self.pool.shutdown(wait=False, cancel_futures=True)
+      for _, _, future in self.tools:
+        future.cancel()
       self._abandon()
     return rollouts
 
@@ -337,8 +346,7 @@ class _Driver:
       task.turns += 1
       self.waiting[(id(engine), engine.submit(request))] = task
     elif isinstance(need, ToolCall):
-      future = _call_now if self.pool is None else self.pool.submit
-      self.tools.append((task, need.name, future(task.session.call, need.name, need.arguments)))
+      self.tools.append((task, need.name, _call(self.pool, task.session.call, need.name, need.arguments)))
     else:
       self._delegate(task, need)
 

@@ -98,7 +98,7 @@ class EngineConfig:
   """The fixed shapes.
 
   Attributes:
-    stop_token: ends a turn.
+    stop_tokens: each of them ends a turn.
     slots: S, conversations that are held at once; more wait in the order of submission.
     max_length: T, tokens of a conversation at most, sampled ones included.
     prefill_rows: R.
@@ -106,7 +106,7 @@ class EngineConfig:
     decode_chunk: C; a longer one saves trips to the host, a shorter one lets finished turns out sooner.
   """
 
-  stop_token: int
+  stop_tokens: tuple[int, ...]
   slots: int = 64
   max_length: int = 256
   prefill_rows: int = 8
@@ -167,9 +167,8 @@ class LocalEngine:
 
   def __init__(self, model: Transformer, params, config: EngineConfig, *, mesh=None,
                rules=sharding.DEFAULT_RULES, version: int = 0):
-    if not 0 <= config.stop_token < model.config.vocab_size:
-      raise ValueError(f"engine.stop_token {config.stop_token} is outside the vocabulary of "
-                       f"{model.config.vocab_size} tokens.")
+    if not config.stop_tokens or not all(0 <= t < model.config.vocab_size for t in config.stop_tokens):
+      raise ValueError(f"engine.stop_tokens {config.stop_tokens} must be ids of the vocabulary of {model.config.vocab_size} tokens.")
     self.config, self.stats, self.version = config, EngineStats(), version
     self._model, self._rules = model, rules
     self._mesh = mesh if mesh is not None else sharding.make_mesh({"data": 1})
@@ -354,7 +353,7 @@ class LocalEngine:
       if not active[slot]:
         del self._running[slot]
         turn.conversation.tokens.extend(turn.tokens)
-        self._finish(turn, "stop" if turn.tokens[-1] == self.config.stop_token else "length")
+        self._finish(turn, "stop" if turn.tokens[-1] in self.config.stop_tokens else "length")
 
   def _finish(self, turn: _Turn, finish: str) -> None:
     turn.conversation.turn = None
@@ -410,8 +409,9 @@ def _state_shardings(model, config: EngineConfig, mesh, rules):
   split = config.slots % sharding.axis_size("slots", mesh, rules) == 0
   slots = "slots" if split else None
   c = model.config
-  cache_shape = (config.slots, c.num_kv_heads, config.max_length, c.head_dim)
-  cache = sharding.array_sharding((slots, "kv_heads", None, None), cache_shape, mesh, rules, "the cache")
+  stacked = model.cache_axis  # then layers come first
+  cache_shape = (c.num_layers,) * stacked + (config.slots, c.num_kv_heads, config.max_length, c.head_dim)
+  cache = sharding.array_sharding((None,) * stacked + (slots, "kv_heads", None, None), cache_shape, mesh, rules, "the cache")
   per_slot = sharding.array_sharding((slots,), (config.slots,), mesh, rules)
   return cache, per_slot, sharding.array_sharding((), (), mesh, rules)
 
@@ -428,6 +428,9 @@ def _programs(model: Transformer, config: EngineConfig, places):
   names = ("last", "before", "length", "key", "temperature", "left", "active")
   state_places = {n: slot_place for n in names} | {"cache": cache_place}
 
+  def stops(token):
+    return functools.reduce(jnp.logical_or, [token == t for t in config.stop_tokens])
+
   def new_state():
     return {
       "cache": model.empty_cache(slots, config.max_length),
@@ -438,7 +441,8 @@ def _programs(model: Transformer, config: EngineConfig, places):
 
   def prefill(params, state, rows):
     slot, valid = rows["slot"], rows["valid"]
-    cache = jax.tree.map(lambda x: x.at[slot].get(mode="clip"), state["cache"])
+    at = (slice(None),) * model.cache_axis + (slot,)
+    cache = jax.tree.map(lambda x: x.at[at].get(mode="clip"), state["cache"])
     hidden, cache = model.forward_cached(params, rows["tokens"], rows["prev"], rows["start"], valid, cache)
     end = jnp.maximum(valid - 1, 0)[:, None]
     hidden = jnp.take_along_axis(hidden, end[..., None], axis=1)[:, 0]
@@ -447,11 +451,13 @@ def _programs(model: Transformer, config: EngineConfig, places):
     token, logprob = _sample(model.logits(params, hidden), key, length, rows["temperature"])
     left = rows["budget"] - 1
     new = {
-      "cache": cache, "last": token, "before": jnp.take_along_axis(rows["tokens"], end, axis=1)[:, 0],
+      "last": token, "before": jnp.take_along_axis(rows["tokens"], end, axis=1)[:, 0],
       "length": length, "key": key, "temperature": rows["temperature"], "left": left,
-      "active": rows["last"] & (token != config.stop_token) & (left > 0),
+      "active": rows["last"] & ~stops(token) & (left > 0),
     }
-    return jax.tree.map(lambda old, x: old.at[slot].set(x, mode="drop"), state, new), (token, logprob)
+    merged = {n: state[n].at[slot].set(x, mode="drop") for n, x in new.items()}
+    merged["cache"] = jax.tree.map(lambda old, x: old.at[at].set(x, mode="drop"), state["cache"], cache)
+    return merged, (token, logprob)
 
   def one_token(params, carry):
     i, state, tokens, logprobs_, emitted = carry
@@ -464,7 +470,7 @@ def _programs(model: Transformer, config: EngineConfig, places):
     state = state | {
       "cache": cache, "length": length, "left": left,
       "last": jnp.where(active, token, state["last"]), "before": jnp.where(active, state["last"], state["before"]),
-      "active": active & (token != config.stop_token) & (left > 0),
+      "active": active & ~stops(token) & (left > 0),
     }
     return i + 1, state, tokens.at[i].set(token), logprobs_.at[i].set(logprob), emitted + active
 
