@@ -122,21 +122,21 @@ def check(config, meshes, tokenizers) -> None:
         checkpoint.load_weights(_weights_of(name, config), trained_part(model, params))
 
 
-def build_model(name: str, config, tokenizer) -> transformer.Transformer:
-  """The model of an agent, as pure functions; with model.vocab_size set, `tokenizer` may be None.
+def build_model(name: str, config, tokenizer, mesh=None) -> transformer.Transformer:
+  """The model of an agent, as pure functions for a mesh; with model.vocab_size set, `tokenizer` may be None.
 
   Raises:
     UserError: fewer tokens than the tokenizer has; open weights of a model that is not supported.
   """
   opened = origin.model_config(origin.find(config.agents[name].init, name), config.agents[name])
   if opened is not None:
-    return transformer.Transformer(opened)
+    return transformer.Transformer(opened, mesh)
   settings = config.agents[name].model.to_dict()
   known = tokenizer.vocab_size if tokenizer is not None else 0
   settings["vocab_size"] = settings["vocab_size"] or known
   if settings["vocab_size"] < known:
     raise UserError(f"config.agents.{name}.model.vocab_size={settings['vocab_size']} is less than the {known} tokens of the tokenizer")
-  return transformer.Transformer(transformer.ModelConfig(**settings))
+  return transformer.Transformer(transformer.ModelConfig(**settings), mesh)
 
 
 def build_update(name: str, config, model):
@@ -163,7 +163,7 @@ def build(name: str, config, mesh, tokenizer, *, bases: dict, tools=None, progre
     progress: called as progress(total, text) -> callable(step, loss) while a warm start is trained.
   """
   a = config.agents[name]
-  model = build_model(name, config, tokenizer)
+  model = build_model(name, config, tokenizer, mesh)
   optimizer, options, fns = build_update(name, config, model)
   params, frozen = initial_params(name, config, model, mesh, tokenizer, bases=bases, progress=progress)
   sampler = engine.LocalEngine(model, params, engine_shapes(name, config, tokenizer.stop_tokens), mesh=mesh, frozen=frozen)

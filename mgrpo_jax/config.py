@@ -33,9 +33,12 @@ def agent_config(*, tools=(), delegates=(), demonstrations="search", **overrides
   c.delegates = tuple(delegates)  # names of sub-agents it may call
   c.model = config_dict.ConfigDict(dict(
     num_layers=2, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=384, rope_theta=10_000.0,
-    norm_eps=1e-6, tie_embeddings=True, token_shift=True, init_std=0.08, dtype="float32"))
+    norm_eps=1e-6, tie_embeddings=True, token_shift=True, init_std=0.08, dtype="float32",
+    qkv_bias=False, qk_norm=False, num_experts=0, experts_per_token=0, expert_dim=0, norm_topk=True,
+    param_dtype="float32", scan_layers=False, remat="none", attention="auto"))
+  c.model.rope_scaling = config_dict.placeholder(tuple)  # Llama 3's four numbers (policy/transformer.py)
   c.model.vocab_size = config_dict.placeholder(int)  # None: as many as the tokenizer has
-  c.mesh = config_dict.ConfigDict(dict(data=1, fsdp=1, tensor=1))  # devices along each axis
+  c.mesh = config_dict.ConfigDict(dict(data=1, fsdp=1, expert=1, tensor=1))  # devices along each axis
   c.optimizer = config_dict.ConfigDict(dict(
     learning_rate=2e-4, warmup_updates=15, b1=0.9, b2=0.98, eps=1e-8, weight_decay=0.0, clip_norm=0.5))
   c.limits = config_dict.ConfigDict(dict(

@@ -75,16 +75,17 @@ def init_state(params, optimizer: optax.GradientTransformation) -> State:
 
 
 def abstract_state(params, optimizer: optax.GradientTransformation) -> State:
-  """The shapes, types and places of a train state around such parameters (arrays or ShapeDtypeStructs with shardings)."""
-  places, scalar = _places(params)
+  """The shapes, types and places of a train state around such parameters (arrays, or ShapeDtypeStructs with shardings)."""
+  param_places, scalar = _places(params)
   shapes = {"params": params, "step": jax.ShapeDtypeStruct((), jnp.int32)}
+  places = {"params": param_places, "step": scalar}
   if any(p.dtype != jnp.float32 for p in jax.tree.leaves(params)):
     params = shapes["master"] = jax.eval_shape(_float32, params)
+    places["master"] = param_places
   shapes["opt_state"] = jax.eval_shape(optimizer.init, params)
-  opt_places = optax.tree.map_params(optimizer, lambda _, place: place, shapes["opt_state"], places,
-                                     transform_non_params=lambda _: scalar)
-  all_places = {"params": places, "master": places, "opt_state": opt_places, "step": scalar}
-  return sharding.abstract(shapes, {k: all_places[k] for k in shapes})
+  places["opt_state"] = optax.tree.map_params(optimizer, lambda _, place: place, shapes["opt_state"], param_places,
+                                              transform_non_params=lambda _: scalar)
+  return sharding.abstract(shapes, places)
 
 
 def _float32(tree):
@@ -197,11 +198,12 @@ def make_update(model, optimizer: optax.GradientTransformation, options: LossOpt
     zeros=_jit_in_place(lambda params: (jax.tree.map(lambda p: jnp.zeros(p.shape), params), jnp.zeros(())), _places))
 
 
-def lower(fns: UpdateFns, state: State, batch: dict) -> dict[str, jax.stages.Lowered]:
+def lower(fns: UpdateFns, state: State, batch: dict, frozen: dict | None = None) -> dict[str, jax.stages.Lowered]:
   """The two programs of an update for abstract inputs (`abstract_state`, and a batch of ShapeDtypeStructs)."""
   total = fns.zeros.lower(state["params"]).out_info
   divisor = jax.ShapeDtypeStruct((), jnp.float32)
-  return {"gradients": fns.gradients.lower(state["params"], total, batch, divisor), "apply": fns.apply.lower(state, total)}
+  return {"gradients": fns.gradients.lower(state["params"], total, batch, divisor, frozen),
+          "apply": fns.apply.lower(state, total)}
 
 
 def _other_policies(batch: dict, options: LossOptions) -> dict:

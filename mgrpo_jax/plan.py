@@ -104,8 +104,8 @@ def plan(config, chip: str, *, slices: int = 1, report=lambda text: print(text, 
   for name, a in config.agents.items():
     with user_input(f"config.agents.{name}.mesh"):
       mesh = topology_mesh(chip, a.mesh.to_dict(), slices) if compiled else abstract_mesh(a.mesh.to_dict())
-      model = agent_lib.build_model(name, config, tokenizer)
-      key = (model, mesh, a.limits.context, str(a.optimizer))
+      model = agent_lib.build_model(name, config, tokenizer, mesh)
+      key = (model.config, str(a.mesh), a.limits.context, str(a.optimizer))
       if key not in done and compiled:
         report(f"compiling the programs of {name} for {mesh.size} x {chip}")
       done[key] = done.get(key) or plan_agent(name, config, model, mesh)
@@ -119,16 +119,18 @@ def plan_agent(name: str, config, model: Transformer, mesh: Mesh | AbstractMesh)
   params = sharding.abstract(shapes, sharding.param_shardings(shapes, mesh))
   optimizer, options, fns = agent_lib.build_update(name, config, model)
   state = learner.abstract_state(params, optimizer)
-  engine_config = agent_lib.engine_shapes(name, config, (0,))
+  engine_config = agent_lib.engine_shapes(name, config, stop_tokens=(0,))
   sampler = engine.abstract_state(model, engine_config, mesh)
   weights, cache = device_bytes(params), device_bytes(sampler)
   held = {"parameters": weights, "optimizer": device_bytes(state["opt_state"]), "sampler's copy": weights, "KV cache": cache}
+  if "master" in state:
+    held["float32 master"] = device_bytes(state["master"])
   if options.kl_coef:
     held["reference"] = weights
   rows, length = config.train.rows, config.train.length
   seconds, refusals = None, {}
   if isinstance(mesh, AbstractMesh):
-    programs = _estimate(model.config, mesh, rows, length, config.train.logprob_chunk, engine_config, weights, cache)
+    programs = _estimate(model.config, mesh, rows, length, config.train.logprob_chunk, engine_config, params, cache)
   else:
     start = time.monotonic()
     batch = agent_lib.blank_batch(rows, length)
@@ -145,7 +147,7 @@ def plan_agent(name: str, config, model: Transformer, mesh: Mesh | AbstractMesh)
   c = model.config
   active = active_parameters(shapes, c)
   forward = lambda context: 2.0 * active + 4.0 * c.num_layers * c.num_heads * c.head_dim * context  # noqa: E731
-  flops = {"sampled": forward(engine_config.max_length / 2), "trained": (4 if c.remat != "none" else 3) * forward(length / 2)}
+  flops = {"sampled": forward(engine_config.max_length / 2), "trained": (4 if c.remat == "full" else 3) * forward(length / 2)}
   return AgentPlan(name, dict(mesh.shape), sum(x.size for x in jax.tree.leaves(shapes)), active, held, programs, flops,
                    rows * length, seconds, refusals)
 
@@ -179,10 +181,10 @@ def device_bytes(tree) -> int:
 
 
 def active_parameters(shapes, config) -> int:
-  """How many parameters one token is multiplied with: an embedding only where it also is the head, experts only if chosen."""
-  lookup = 0 if config.tie_embeddings else config.vocab_size * config.embed_dim
-  idle = 3 * config.num_layers * (config.num_experts - config.experts_per_token) * config.embed_dim * config.expert_dim
-  return sum(x.size for x in jax.tree.leaves(shapes)) - lookup - (idle if config.num_experts else 0)
+  """How many parameters one token is multiplied with: of the experts the chosen ones, of embeddings the head."""
+  idle = 0 if config.tie_embeddings else config.vocab_size * config.embed_dim
+  idle += 3 * config.num_layers * config.embed_dim * config.expert_dim * (config.num_experts - config.experts_per_token)
+  return sum(x.size for x in jax.tree.leaves(shapes)) - idle
 
 
 # ---- devices
@@ -227,34 +229,37 @@ def _compile(lowered, held: int) -> tuple[int | None, str | None]:
 # ---- without a compiler
 
 
-def _estimate(c, mesh, rows, length, chunk, engine_config, weights, cache) -> dict[str, int]:
+def _estimate(c, mesh, rows, length, chunk, engine_config, params, cache) -> dict[str, int]:
   """What the programs need on top, in bytes per device: the large pieces only, none of them shared.
 
-  weights, cache: bytes per device.
+  params: abstract parameters. cache: bytes per device.
   """
   part = lambda axis: sharding.axis_size(axis, mesh)  # noqa: E731
   width, heads = jax.numpy.dtype(c.dtype).itemsize, part("heads")
+  weights = device_bytes(params)
+  floats = device_bytes(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "float32", sharding=x.sharding), params))
+  # a token has one wide mlp, or goes to several experts, sorted in and out again
+  mlp = (c.experts_per_token * (3 * c.expert_dim / part("mlp") + 3 * c.embed_dim) if c.num_experts else 3 * c.mlp_dim / part("mlp"))
 
   def layer(tokens):  # what one layer makes: two norms, q, k, v before and after turning, attention, mlp
-    return tokens * (8 * c.embed_dim + width * (2 * c.embed_dim + (3 * c.num_heads + 4 * c.num_kv_heads) * c.head_dim / heads
-                                                + 3 * c.mlp_dim / part("mlp")))
+    return tokens * (8 * c.embed_dim + width * (2 * c.embed_dim + (3 * c.num_heads + 4 * c.num_kv_heads) * c.head_dim / heads + mlp))
 
   def scores(queries, keys):  # of one layer
-    long = keys > attention.DENSE_LENGTH
-    return c.num_heads / heads * (min(queries, attention.BLOCK) * attention.BLOCK if long else queries * keys) * (4 + width)
+    block = min(queries, attention.BLOCK) * attention.BLOCK
+    return c.num_heads / heads * (queries * keys if keys <= attention.DENSE_LENGTH else block) * (4 + width)
 
   batch = rows / part("batch")
   tokens, one = batch * length, layer(batch * length) + batch * scores(length, length)
   # with remat: the inputs of all layers, and one layer made again; the gradient of a layer is as large as the layer
-  kept = c.num_layers * tokens * c.embed_dim * width + one if c.remat != "none" else c.num_layers * one
+  kept = c.num_layers * one if c.remat == "none" else c.num_layers * tokens * c.embed_dim * width + one
   gathered = 2 * weights * part("embed") / c.num_layers if part("embed") > 1 else 0
-  cast = weights * width / 4 if width < 4 else 0  # the weights in the compute type, made once per call
+  cast = floats * width / 4 if width < weights / floats * 4 else 0  # the weights in the compute type, made once per call
   slots, conversation = engine_config.slots / part("slots"), cache * part("slots") / engine_config.slots
   wide = 12 * c.vocab_size / part("vocab")  # logits, noise and probabilities of one token
   prefill_rows, bucket = engine_config.prefill_rows, engine_config.buckets[-1]
   out = {
-    "gradients": 2 * weights + kept + one + gathered + batch * chunk * wide,
-    "apply": weights,
+    "gradients": floats + weights + kept + one + gathered + batch * chunk * wide,
+    "apply": floats,
     "prefill": cast + prefill_rows * (2 * conversation + layer(bucket) + scores(bucket, engine_config.max_length) + wide),
     "decode": cast + slots * (layer(1) + scores(1, engine_config.max_length) + wide),
   }

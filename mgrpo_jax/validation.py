@@ -57,8 +57,11 @@ RULES: dict[str, str | tuple[str, ...]] = {
   "agents.*.model.num_layers": SIZE, "agents.*.model.embed_dim": SIZE, "agents.*.model.num_heads": SIZE,
   "agents.*.model.num_kv_heads": SIZE, "agents.*.model.head_dim": SIZE, "agents.*.model.mlp_dim": SIZE,
   "agents.*.model.rope_theta": POSITIVE, "agents.*.model.norm_eps": POSITIVE, "agents.*.model.init_std": POSITIVE,
-  "agents.*.model.vocab_size": SIZE, "agents.*.model.dtype": ("float32", "bfloat16"),
-  "agents.*.mesh.data": SIZE, "agents.*.mesh.fsdp": SIZE, "agents.*.mesh.tensor": SIZE,
+  "agents.*.model.vocab_size": SIZE, "agents.*.model.rope_scaling": ANY, "agents.*.model.num_experts": COUNT,
+  "agents.*.model.experts_per_token": COUNT, "agents.*.model.expert_dim": COUNT, "agents.*.model.remat": ("none", "full", "dots"),
+  "agents.*.model.attention": ("auto", "dense", "blockwise", "splash"), "agents.*.model.dtype": ("float32", "bfloat16"),
+  "agents.*.model.param_dtype": ("float32", "bfloat16"),
+  "agents.*.mesh.data": SIZE, "agents.*.mesh.fsdp": SIZE, "agents.*.mesh.expert": SIZE, "agents.*.mesh.tensor": SIZE,
   "agents.*.optimizer.learning_rate": NOT_NEGATIVE, "agents.*.optimizer.warmup_updates": COUNT,
   "agents.*.optimizer.b1": "[0, 1)", "agents.*.optimizer.b2": "[0, 1)", "agents.*.optimizer.eps": POSITIVE,
   "agents.*.optimizer.weight_decay": NOT_NEGATIVE, "agents.*.optimizer.clip_norm": POSITIVE,
@@ -264,9 +267,9 @@ def _check_shapes(c, name: str, a) -> None:
     raise UserError(f"config.agents.{name}.lora.rank={a.lora.rank} needs config.agents.{name}.init: a model made from nothing is trained whole")
   if not a.init:  # else its shape is that of the open model, which agent.check compares with the mesh
     _check_model(name, a, m)
-  parts = a.mesh.data * a.mesh.fsdp
+  parts = a.mesh.data * a.mesh.fsdp * a.mesh.expert
   if c.train.rows % parts:
-    raise UserError(f"config.train.rows={c.train.rows} does not split over config.agents.{name}.mesh (data x fsdp = {parts}); "
+    raise UserError(f"config.train.rows={c.train.rows} does not split over config.agents.{name}.mesh (data x fsdp x expert = {parts}); "
                     "make it a multiple")
   if limits.context > c.train.length:
     raise UserError(f"config.agents.{name}.limits.context={limits.context} does not fit a row of config.train.length={c.train.length}; "
@@ -280,6 +283,15 @@ def _check_model(name: str, a, m) -> None:
     raise UserError(f"config.agents.{name}.model.num_heads={m.num_heads} must be a multiple of num_kv_heads={m.num_kv_heads}")
   if m.head_dim % 2:
     raise UserError(f"config.agents.{name}.model.head_dim={m.head_dim} must be even (rotary embedding)")
-  for field, axis in (("num_heads", "tensor"), ("num_kv_heads", "tensor"), ("mlp_dim", "tensor"), ("embed_dim", "fsdp")):
+  if m.num_experts and not (1 <= m.experts_per_token <= m.num_experts and m.expert_dim):
+    raise UserError(f"config.agents.{name}.model.num_experts={m.num_experts} needs experts_per_token (1 to {m.num_experts}, now "
+                    f"{m.experts_per_token}) and expert_dim (now {m.expert_dim})")
+  wide = ("expert_dim", "tensor") if m.num_experts else ("mlp_dim", "tensor")
+  for field, axis in (("num_heads", "tensor"), ("num_kv_heads", "tensor"), wide, ("embed_dim", "fsdp"), ("num_experts", "expert")):
     if m[field] % a.mesh[axis]:
       raise UserError(f"config.agents.{name}.mesh.{axis}={a.mesh[axis]} does not divide model.{field}={m[field]}; change one of them")
+  if a.mesh.expert > 1 and not m.num_experts:
+    raise UserError(f"config.agents.{name}.mesh.expert={a.mesh.expert}, but the model has no experts; set it to 1")
+  if m.rope_scaling is not None and not (len(m.rope_scaling) == 4 and all(isinstance(x, int | float) and x > 0 for x in m.rope_scaling)):
+    raise UserError(f"config.agents.{name}.model.rope_scaling={tuple(m.rope_scaling)} must be four positive numbers: factor, low and high "
+                    "frequency factor, original length")

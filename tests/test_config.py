@@ -43,7 +43,7 @@ def refusal(c):
   return text
 
 
-@pytest.mark.parametrize("name, arg", [("gaia", None), ("gaia", "smoke"), ("gaia", "long"), ("gaia_single", None), ("gaia_single", "smoke")])
+@pytest.mark.parametrize("name, arg", [("gaia", None), ("gaia", "smoke"), ("gaia", "long"), ("gaia", "paper"), ("gaia_single", None), ("gaia_single", "smoke")])
 def test_the_shipped_configs_are_fine(name, arg):
   validation.validate(load(name, arg))
 

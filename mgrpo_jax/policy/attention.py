@@ -14,8 +14,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
 from mgrpo_jax.policy import sharding
 
@@ -88,6 +86,10 @@ def dense(q, k, v, mask):
 
 def splash(q, k, v, segment_ids, *, mesh=None, rules=sharding.DEFAULT_RULES, interpret: bool = False):
   """`attend` by JAX's own TPU kernel; T must be a multiple of BLOCK. `interpret` runs it anywhere, slowly."""
+  # imported where it is needed: other machines start without it
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+
   def local(q, k, v, segment_ids):
     heads, length = q.shape[2], q.shape[1]
     causal = splash_mask.MultiHeadMask([splash_mask.CausalMask((length, length))] * heads)

@@ -181,10 +181,11 @@ def batch_shardings(batch, mesh: Mesh, rules: Mapping = DEFAULT_RULES):
 
 def axis_size(logical: str, mesh: Mesh, rules: Mapping = DEFAULT_RULES) -> int:
   """Into how many parts the table splits a logical axis on this mesh."""
-  return int(np.prod([mesh.shape[a] for a in _mesh_axes(logical, mesh, rules)], dtype=int))
+  return int(np.prod([mesh.shape[a] for a in mesh_axes(logical, mesh, rules)], dtype=int))
 
 
-def _mesh_axes(logical, mesh, rules):
+def mesh_axes(logical: str | None, mesh: Mesh, rules: Mapping = DEFAULT_RULES) -> tuple[str, ...]:
+  """The axes of this mesh over which the table splits a logical axis."""
   rule = rules.get(logical) if logical is not None else None
   names = (rule,) if isinstance(rule, str) else (rule or ())
   return tuple(n for n in names if n in mesh.shape)
@@ -193,7 +194,7 @@ def _mesh_axes(logical, mesh, rules):
 def _spec(axes, shape, mesh, rules, what):
   entries, taken = [], set()
   for i, (logical, size) in enumerate(zip(axes, shape, strict=True)):
-    names = _mesh_axes(logical, mesh, rules)
+    names = mesh_axes(logical, mesh, rules)
     twice = taken.intersection(names)
     if twice:
       raise ValueError(f"{what}: the rules split two of its dimensions over mesh axis {twice.pop()!r}; "
@@ -215,7 +216,7 @@ def _check_rules(mesh, rules):
   unknown = set(rules) - known
   if unknown:
     raise ValueError(f"sharding rules {sorted(unknown)} name no logical axis; there are {sorted(known)}.")
-  used = {a for logical in rules for a in _mesh_axes(logical, mesh, rules)}
+  used = {a for logical in rules for a in mesh_axes(logical, mesh, rules)}
   idle = [a for a, n in mesh.shape.items() if n > 1 and a not in used]
   if idle:
     raise ValueError(f"no sharding rule uses mesh axis {idle[0]!r} of size {mesh.shape[idle[0]]}; "

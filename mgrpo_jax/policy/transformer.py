@@ -22,7 +22,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mgrpo_jax.policy import attention, lora
+from mgrpo_jax.policy import attention, lora, sharding
 
 _ZEROS = nn.initializers.zeros
 
@@ -113,9 +113,14 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
-  """The model as pure functions of its parameters. Hashable, so it may be a static argument of jit."""
+  """The model as pure functions of its parameters. Hashable, so it may be a static argument of jit.
+
+  Attributes:
+    mesh: where it will be trained, for kernels that the compiler cannot split; the numbers do not depend on it.
+  """
 
   config: ModelConfig
+  mesh: jax.sharding.Mesh | None = None
 
   @functools.partial(jax.jit, static_argnums=0)
   def init(self, key: jax.Array) -> dict:
@@ -191,7 +196,7 @@ class Transformer:
 
   @property
   def _decoder(self) -> _Decoder:
-    return _Decoder(self.config)
+    return _Decoder(self.config, self.mesh)
 
 
 def unstack(stacks: dict, count: int) -> dict:
@@ -203,6 +208,7 @@ class _Decoder(nn.Module):
   """The linen module behind `Transformer`, which draws the initial weights; here they only have shapes."""
 
   config: ModelConfig
+  mesh: jax.sharding.Mesh | None = None
 
   def setup(self):
     c = self.config
@@ -215,9 +221,9 @@ class _Decoder(nn.Module):
       self.shift = self.param("shift", _ZEROS, (c.embed_dim, c.embed_dim), c.param_dtype)
     if c.scan_layers:
       self.layers = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=c.num_layers,
-                            in_axes=(nn.broadcast, nn.broadcast, nn.broadcast))(c)
+                            in_axes=(nn.broadcast, nn.broadcast, nn.broadcast))(c, self.mesh)
     else:
-      self.layers = [layer(c, name=f"layer_{i}") for i in range(c.num_layers)]
+      self.layers = [layer(c, self.mesh, name=f"layer_{i}") for i in range(c.num_layers)]
     self.final_norm = self.param("final_norm", _ZEROS, (c.embed_dim,), c.param_dtype)
     if not c.tie_embeddings:
       self.lm_head = self.param("lm_head", _ZEROS, (c.embed_dim, c.vocab_size), c.param_dtype)
@@ -270,6 +276,7 @@ class _Layer(nn.Module):
   """Attention and mlp. With a cache, keys and values are written into it and all of it is attended to."""
 
   config: ModelConfig
+  mesh: jax.sharding.Mesh | None = None
 
   @nn.compact
   def __call__(self, carry, rope, where, valid):
@@ -291,14 +298,14 @@ class _Layer(nn.Module):
       k = _rms_norm(k, self._norm("k_norm", d), c.norm_eps).astype(c.dtype)
     q, k = _rotate(q, rope), _rotate(k, rope).swapaxes(1, 2)
     if cache is None:
-      y = attention.attend(q, k, v, segment_ids=where, kind=c.attention)
+      y = attention.attend(q, k, v, segment_ids=where, kind=c.attention, mesh=self.mesh)
     else:
       (k, v), cache = _write_all(cache, (k, v), where[:, 0], valid, index)
       y = attention.attend_cached(q, k, v, where)
     x = x + self._project("o", "bphd,hde->bpe", y, (h, d, e))
 
     y = _rms_norm(x, self._norm("mlp_norm", e), c.norm_eps)
-    x = x + (self._experts(y) if c.num_experts else self._mlp(y.astype(c.dtype)))
+    x = x + (self._experts(y, training=cache is None) if c.num_experts else self._mlp(y.astype(c.dtype)))
     return (x, cache, None if index is None else index + 1), None
 
   def _norm(self, name, size):
@@ -327,23 +334,38 @@ class _Layer(nn.Module):
     y = nn.silu(self._project("gate", "bpe,ef->bpf", y, (e, f))) * self._project("up", "bpe,ef->bpf", y, (e, f))
     return self._project("down", "bpf,fe->bpe", y, (f, e))
 
-  def _experts(self, y):
-    """A mixture of mlps: each token is sorted to its experts, whose products are ragged (static shapes, none dropped)."""
-    c = self.config
-    x, e, f, k = c.num_experts, c.embed_dim, c.expert_dim, c.experts_per_token
-    tokens = y.reshape(-1, e)
+  def _experts(self, y, training):
+    """A mixture of mlps. Training on a mesh, every device routes its own rows: else the sort would gather all of them."""
+    c, mesh = self.config, self.mesh
+    x, e, f = c.num_experts, c.embed_dim, c.expert_dim
     router = self.param("router", _ZEROS, (e, x), c.param_dtype).astype(jnp.float32)
-    share, chosen = jax.lax.top_k(jax.nn.softmax(tokens @ router, axis=-1), k)
-    if c.norm_topk:
-      share = share / jnp.sum(share, axis=-1, keepdims=True)
-    order = jnp.argsort(chosen.reshape(-1))  # stable: pairs of (token, expert), expert by expert
-    sizes = jnp.bincount(chosen.reshape(-1), length=x).astype(jnp.int32)
-    given = tokens.astype(c.dtype)[order // k]
-    gate = jax.lax.ragged_dot(given, self._weight("gate_experts", (x, e, f)), sizes)
-    up = jax.lax.ragged_dot(given, self._weight("up_experts", (x, e, f)), sizes)
-    out = jax.lax.ragged_dot(nn.silu(gate) * up, self._weight("down_experts", (x, f, e)), sizes)
-    out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(-1, k, e)
-    return jnp.einsum("nke,nk->ne", out, share.astype(c.dtype)).reshape(y.shape)
+    weights = [self._weight("gate_experts", (x, e, f)), self._weight("up_experts", (x, e, f)), self._weight("down_experts", (x, f, e))]
+    mix = functools.partial(_mixture, c)
+    if not training or mesh is None or mesh.size == 1:
+      return mix(y, router, *weights)
+    place = lambda *axes, like: sharding.array_sharding(axes, like.shape, mesh).spec  # noqa: E731
+    rows, wide = place("batch", None, None, like=y), place(None, None, "mlp", like=weights[0])
+    specs = (rows, place(None, None, like=router), wide, wide, place(None, "mlp", None, like=weights[2]))
+    parts = lambda *args: jax.lax.psum(mix(*args), sharding.mesh_axes("mlp", mesh))  # noqa: E731
+    return jax.shard_map(parts, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(y, router, *weights)
+
+
+def _mixture(c, y, router, gate, up, down):
+  """y f32[B, P, E] -> [B, P, E]: each token is sorted to its experts, whose products are ragged (static shapes, none dropped).
+
+  router f32[E, X]; gate, up [X, E, F]; down [X, F, E].
+  """
+  k, tokens = c.experts_per_token, y.reshape(-1, c.embed_dim)
+  share, chosen = jax.lax.top_k(jax.nn.softmax(tokens @ router, axis=-1), k)
+  if c.norm_topk:
+    share = share / jnp.sum(share, axis=-1, keepdims=True)
+  order = jnp.argsort(chosen.reshape(-1))  # stable: pairs of (token, expert), expert by expert
+  sizes = jnp.bincount(chosen.reshape(-1), length=c.num_experts).astype(jnp.int32)
+  given = tokens.astype(c.dtype)[order // k]
+  out = nn.silu(jax.lax.ragged_dot(given, gate, sizes)) * jax.lax.ragged_dot(given, up, sizes)
+  out = jax.lax.ragged_dot(out, down, sizes)
+  out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(-1, k, c.embed_dim)
+  return jnp.einsum("nke,nk->ne", out, share.astype(c.dtype)).reshape(y.shape)
 
 
 def _rms_norm(x, scale, eps):
