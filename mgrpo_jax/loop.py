@@ -179,7 +179,8 @@ def plan_updates(group: credit.Group, options: learner.LossOptions, config, seed
     mine[order[part:: t.updates_per_step]] = True
     w = np.where(mine, weights, 0.0).astype(np.float32)
     normalizer = float(loss_lib.normalizer_from_counts(tokens, w, aggregate=options.aggregate, norm_length=options.norm_length))
-    batches = list(alignment.emit_batches(group.trajectories, group.advantages, w, rows=t.rows, length=t.length, drop_zero=lazy))
+    batches = list(alignment.emit_batches(group.trajectories, group.advantages, w, rows=t.rows, length=t.length, drop_zero=lazy,
+                                          aggregate=options.aggregate))
     if batches:
       plan.append((batches, normalizer))
   return plan

@@ -181,10 +181,10 @@ def device_bytes(tree) -> int:
 
 
 def active_parameters(shapes, config) -> int:
-  """How many parameters one token is multiplied with: of the experts the chosen ones, of embeddings the head."""
-  idle = 0 if config.tie_embeddings else config.vocab_size * config.embed_dim
-  idle += 3 * config.num_layers * config.embed_dim * config.expert_dim * (config.num_experts - config.experts_per_token)
-  return sum(x.size for x in jax.tree.leaves(shapes)) - idle
+  """How many parameters one token is multiplied with: an embedding only where it also is the head, experts only if chosen."""
+  lookup = 0 if config.tie_embeddings else config.vocab_size * config.embed_dim
+  idle = 3 * config.num_layers * (config.num_experts - config.experts_per_token) * config.embed_dim * config.expert_dim
+  return sum(x.size for x in jax.tree.leaves(shapes)) - lookup - (idle if config.num_experts else 0)
 
 
 # ---- devices

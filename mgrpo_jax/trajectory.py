@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ class Turn:
     logprobs: f32[m] log-probability of each sampled token at sampling time.
     versions: i32[m] weight version that sampled each token.
     finish: "stop" (sampled its stop token) or "length" (cut by a budget).
+    restart: `prompt` is not appended to what stood before but is all that the policy saw: a new segment.
   """
 
   prompt: np.ndarray
@@ -54,6 +56,7 @@ class Turn:
   logprobs: np.ndarray
   versions: np.ndarray
   finish: str = "stop"
+  restart: bool = False
 
 
 @dataclasses.dataclass
@@ -92,6 +95,14 @@ class Trajectory:
   components: dict[str, float] = dataclasses.field(default_factory=dict)
   weight: float = 1.0
   share: float | None = None
+
+  @property
+  def segments(self) -> list[Trajectory]:
+    """Itself, cut before every turn that restarts: sequences that do not see each other, of one reward and weight."""
+    cuts = [0, *(i for i, t in enumerate(self.turns) if t.restart), len(self.turns)]
+    if len(cuts) == 2:
+      return [self]
+    return [dataclasses.replace(self, turns=self.turns[a:b]) for a, b in itertools.pairwise(cuts)]
 
   @property
   def tokens(self) -> np.ndarray:

@@ -212,6 +212,7 @@ def emit_batches(
   length: int,
   max_segments: int | None = None,
   drop_zero: bool = False,
+  aggregate: str = "seq-mean-token-mean",
 ) -> Iterator[dict[str, np.ndarray]]:
   """Packs trajectories into batches of ONE fixed shape, several to a row, as many batches as needed.
 
@@ -221,21 +222,26 @@ def emit_batches(
 
   Args:
     trajectories: objects with .tokens i32[T], .mask bool[T], .logprobs f32[T], .versions i32[T]; distinct
-      ones (copies are weights, see `merge_copies`).
+      ones (copies are weights, see `merge_copies`). One with several .segments (each such an object) is
+      emitted as that many sequences that do not see each other, of the same advantage.
     advantages: f32[number of trajectories].
     weights: f32[number of trajectories]; rows of weight 0 are left out.
     rows, length: B and T of every batch.
-    max_segments: N, trajectories a batch can hold; default 8 * rows.
+    max_segments: N, sequences a batch can hold; default 8 * rows.
     drop_zero: also leave out rows whose advantage is exactly 0, which have no gradient when no KL or
       entropy term acts; the caller's normalizer still counts them.
+    aggregate: of the loss. With the normalizer of whole trajectories (`loss.normalizer_from_counts`), segments add
+      up to what one sequence of their sampled tokens gives: each takes its share of the tokens of the weight in
+      "seq-mean-token-mean", where tokens are divided by their segment's number, and the whole weight otherwise.
+      A sequence ratio (`ratio` not "token") is each segment's own: the mean or product over its tokens only.
 
   Returns:
     An iterator (empty without rows) of dicts:
       tokens, positions, segment_ids, versions: i32[B, T]; positions restart at 0 in each segment;
         segment_ids point into the arrays of N, -1 is padding; versions are -1 where nothing was sampled.
       mask: bool[B, T]. behavior_logprobs: f32[B, T], 0 where the mask is False.
-      advantages, weights: f32[N], 0 for an empty slot. trajectory: i32[N], the place in the given list,
-        -1 for an empty slot.
+      advantages, weights: f32[N], 0 for an empty slot. trajectory: i32[N], the place in the given list
+        (the same for all segments of one), -1 for an empty slot.
 
   Raises:
     ValueError (at the call, before anything is emitted): a trajectory longer than `length` (nothing is
@@ -253,15 +259,28 @@ def emit_batches(
   if not np.isfinite(weights).all() or (weights < 0).any():
     raise ValueError(f"weights must be finite and not negative, got {weights.tolist()}")
   kept = (weights > 0) & ((advantages != 0) if drop_zero else True)
-  arrays = {}
-  for i in np.flatnonzero(kept):
-    arrays[int(i)] = _arrays(int(i), trajectories[i], length)
+  pieces: list[_Piece] = []
+  for i in map(int, np.flatnonzero(kept)):
+    arrays = [_arrays(i, s, length) for s in getattr(trajectories[i], "segments", [trajectories[i]])]
+    tokens = [int(a[1].sum()) for a in arrays]
+    split = len(arrays) > 1 and aggregate == "seq-mean-token-mean"
+    shares = np.float32([n / sum(tokens) for n in tokens] if split else [1.0] * len(arrays))
+    pieces += [_Piece(i, a, advantages[i], weights[i] * share) for a, share in zip(arrays, shares)]
     if not np.isfinite(advantages[i]):
       raise ValueError(
         f"trajectory {i} has advantage {advantages[i]} and weight {weights[i]}; check its reward"
       )
-  plan = _pack({i: len(a[0]) for i, a in arrays.items()}, rows, length, n)
-  return (_batch(b, arrays, advantages, weights, rows, length, n) for b in plan)
+  plan = _pack([len(p.arrays[0]) for p in pieces], rows, length, n)
+  return (_batch(b, pieces, rows, length, n) for b in plan)
+
+
+class _Piece(NamedTuple):
+  """One sequence: a trajectory, or a segment of one."""
+
+  trajectory: int
+  arrays: tuple[np.ndarray, ...]
+  advantage: np.float32
+  weight: np.float32
 
 
 def _arrays(i: int, trajectory: Any, length: int) -> tuple[np.ndarray, ...]:
@@ -280,12 +299,12 @@ def _arrays(i: int, trajectory: Any, length: int) -> tuple[np.ndarray, ...]:
   return tokens, mask, np.where(mask, logprobs, 0.0), np.where(mask, versions, -1)
 
 
-def _pack(lengths: dict[int, int], rows: int, length: int, n: int) -> list[list[list[int]]]:
-  """First fit, longest first -> per batch, per row, the trajectories in it."""
+def _pack(lengths: list[int], rows: int, length: int, n: int) -> list[list[list[int]]]:
+  """First fit, longest first -> per batch, per row, the sequences in it."""
   batches: list[list[list[int]]] = []
   room: list[int] = []  # free tokens of every row of every batch
   slots: list[int] = []  # free segments of every batch
-  for i in sorted(lengths, key=lambda i: -lengths[i]):  # a stable sort: ties keep the given order
+  for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):  # a stable sort: ties keep the given order
     need = lengths[i]
     row = next((r for r, free in enumerate(room) if free >= need and slots[r // rows]), None)
     if row is None:
@@ -299,7 +318,7 @@ def _pack(lengths: dict[int, int], rows: int, length: int, n: int) -> list[list[
   return batches
 
 
-def _batch(plan, arrays, advantages, weights, rows, length, n) -> dict[str, np.ndarray]:
+def _batch(plan, pieces, rows, length, n) -> dict[str, np.ndarray]:
   batch = {
     "tokens": np.zeros((rows, length), np.int32),
     "positions": np.zeros((rows, length), np.int32),
@@ -315,14 +334,14 @@ def _batch(plan, arrays, advantages, weights, rows, length, n) -> dict[str, np.n
   for row, members in enumerate(plan):
     start = 0
     for i in members:
-      tokens, mask, logprobs, versions = arrays[i]
+      tokens, mask, logprobs, versions = pieces[i].arrays
       span = (row, slice(start, start + len(tokens)))
       batch["tokens"][span], batch["mask"][span] = tokens, mask
       batch["behavior_logprobs"][span], batch["versions"][span] = logprobs, versions
       batch["positions"][span] = np.arange(len(tokens))
       batch["segment_ids"][span] = segment
-      batch["advantages"][segment], batch["weights"][segment] = advantages[i], weights[i]
-      batch["trajectory"][segment] = i
+      batch["advantages"][segment], batch["weights"][segment] = pieces[i].advantage, pieces[i].weight
+      batch["trajectory"][segment] = pieces[i].trajectory
       segment += 1
       start += len(tokens)
   return batch

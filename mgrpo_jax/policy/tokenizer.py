@@ -64,9 +64,13 @@ class Tokenizer:
   special = control
 
   @property
+  def end_of_turn(self) -> int:
+    return self.control("<|end|>")
+
+  @property
   def stop_tokens(self) -> tuple[int, ...]:
     """Ids that end a turn."""
-    return (self.control("<|end|>"),)
+    return (self.end_of_turn,)
 
   def encode(self, text: str) -> list[int]:
     """Token ids of a text; never a control token. Lone surrogates, which no file can hold, become '?'."""

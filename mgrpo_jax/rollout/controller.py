@@ -40,7 +40,7 @@ class Limits:
     turn_tokens: sampled tokens per turn.
     tokens: sampled tokens in all.
     calls: tool calls and delegations in all; one more gets "answer now", the next ends it.
-    context: tokens of prompt, observations and turns together.
+    context: tokens of prompt, observations and turns together (of a segment, where a chat template begins anew).
     answer_reserve: room kept for a last answer; an observation that would eat it is replaced.
   """
 
@@ -98,10 +98,11 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-  """Wanted: one sampled turn after these new tokens."""
+  """Wanted: one sampled turn after these new tokens, or (restart) after these tokens alone."""
 
   tokens: np.ndarray
   max_new_tokens: int
+  restart: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,20 +134,21 @@ def trajectory_steps(runtime: AgentRuntime, trajectory: Trajectory) -> Generator
   Yields Sample, ToolCall or Delegate; is resumed with a FinishedTurn, an observation text or a sub Trajectory.
   """
   limits, tok = runtime.limits, runtime.tokenizer
-  new = conversation.first_prompt(tok, trajectory.task, system=runtime.system)
+  now = conversation.begin(tok, trajectory.task, system=runtime.system)
   length = sampled = calls = 0
   clean = True
   trajectory.status = "max_turns"
   for turn_index in range(limits.turns):
+    new, length = now.prompt, 0 if now.restart else length
     room = min(limits.turn_tokens, limits.tokens - sampled, limits.context - length - len(new))
     if room < 1:
       trajectory.status = "context_full"
       break
-    done = yield Sample(new, room)
+    done = yield Sample(new, room, now.restart)
     if done.finish == "context":  # the engine's own context is smaller: nothing was sampled, nothing was appended
       trajectory.status = "context_full"
       break
-    turn = Turn(new, done.tokens, done.logprobs, done.versions, "stop" if done.finish == "stop" else "length")
+    turn = Turn(new, done.tokens, done.logprobs, done.versions, "stop" if done.finish == "stop" else "length", now.restart)
     trajectory.turns.append(turn)
     length, sampled = length + len(new) + len(done.tokens), sampled + len(done.tokens)
     text = conversation.sampled_text(tok, turn)
@@ -169,10 +171,10 @@ def trajectory_steps(runtime: AgentRuntime, trajectory: Trajectory) -> Generator
       calls += 1
       observation, valid = yield from _answer_call(runtime, parsed.call, turn_index, event)
       clean = clean and valid
-    new = conversation.observation_prompt(tok, observation, close_turn=turn.finish != "stop")
-    if length + len(new) + limits.answer_reserve > limits.context:
+    before, now = now, now.observe(turn, observation)
+    if (0 if now.restart else length) + len(now.prompt) + limits.answer_reserve > limits.context:
       observation = protocol.ANSWER_NOW
-      new = conversation.observation_prompt(tok, observation, close_turn=turn.finish != "stop")
+      now = before.observe(turn, observation)
     event["observation"] = observation
   trajectory.format_ok = clean and trajectory.result is not None
   return trajectory
@@ -205,11 +207,17 @@ class _Task:
   parent: _Task | None
   session: ToolSession | None = None
   turns: int = 0
+  restarts: int = 0
 
   @property
   def id(self) -> str:
     t, j = self.trajectory, self.job
     return f"{j.seed}/{j.step}/{t.query_id}/{t.rollout}/{t.agent}/{t.invocation}"
+
+  @property
+  def conversation(self) -> str:
+    """Its name in the engine: a new one for every segment."""
+    return f"{self.id}#{self.restarts}" if self.restarts else self.id
 
 
 def run_rollouts(agents: dict[str, AgentRuntime], jobs: Iterable[Job], *, main: str = "main",
@@ -312,7 +320,7 @@ class _Driver:
   def _abandon(self) -> None:
     """After an error: no slot stays taken, no answer waits in an engine for the next caller."""
     for task in self.open.values():
-      task.runtime.engine.close(task.id)
+      task.runtime.engine.close(task.conversation)
     for engine in self.in_flight:
       with contextlib.suppress(Exception):  # the first error is the one to be heard
         engine.fetch()
@@ -342,7 +350,11 @@ class _Driver:
     if isinstance(need, Sample):
       key = trajectory_key(task.job, task.trajectory.agent, task.trajectory.invocation)
       engine = task.runtime.engine
-      request = TurnRequest(task.id, key, task.turns, need.tokens, need.max_new_tokens, task.job.temperature)
+      if need.restart:
+        engine.close(task.conversation)
+        task.restarts += 1
+      # turns are counted through all segments, so that no random key is used twice
+      request = TurnRequest(task.conversation, key, task.turns, need.tokens, need.max_new_tokens, task.job.temperature)
       task.turns += 1
       self.waiting[(id(engine), engine.submit(request))] = task
     elif isinstance(need, ToolCall):
@@ -362,7 +374,7 @@ class _Driver:
 
   def _finish(self, task: _Task) -> None:
     del self.open[task.id]
-    task.runtime.engine.close(task.id)
+    task.runtime.engine.close(task.conversation)
     if task.parent is not None:
       self.ready.append((task.parent, task.trajectory))
     elif self.progress:
