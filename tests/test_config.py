@@ -11,6 +11,7 @@ from ml_collections import config_dict
 from mgrpo_jax import config as config_lib
 from mgrpo_jax import validation
 from mgrpo_jax.errors import UserError
+from mgrpo_jax.policy import attention, transformer
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -62,6 +63,11 @@ def test_no_number_may_be_infinite_or_no_number_at_all(value):
   for key, (kind, _) in validation.schema(load("gaia")).items():
     if kind is float:
       assert refusal(changed(**{key.replace(".", "__"): value})).startswith(f"config.{key}={value} must be"), key
+
+
+def test_the_choices_of_a_model_are_those_of_its_code():  # which validation does not import: it would take jax
+  assert validation.rule("agents.*.model.attention") == attention.KINDS
+  assert validation.rule("agents.*.model.remat") == tuple(transformer.REMAT)
 
 
 def test_every_number_has_a_lower_bound_but_the_entropy_bonus():
@@ -143,9 +149,13 @@ REFUSED = {
   "agents.main.expert=atlas_oracle": "config.agents.main.expert='atlas_oracle' is never asked",
   "agents.main.model.num_kv_heads=3": "config.agents.main.model.num_heads=4 must be a multiple of num_kv_heads=3",
   "agents.main.model.head_dim=33": "must be even",
+  "agents.main.model.num_experts=4": "needs experts_per_token (1 to 4, now 0) and expert_dim (now 0)",
+  "agents.main.model.rope_scaling=(8.0, 1.0, 4.0)": "must be four positive numbers",
+  "agents.main.mesh.expert=2": "config.agents.main.mesh.expert=2, but the model has no experts",
+  "agents.main.model.remat=all": "is not one of none, full, dots",
   "agents.main.mesh.tensor=3": "config.agents.main.mesh.tensor=3 does not divide model.num_heads=4",
   "agents.main.mesh.fsdp=3": "config.agents.main.mesh.fsdp=3 does not divide model.embed_dim=128",
-  "agents.search.mesh.data=5": "config.train.rows=16 does not split over config.agents.search.mesh (data x fsdp = 5)",
+  "agents.search.mesh.data=5": "config.train.rows=16 does not split over config.agents.search.mesh (data x fsdp x expert = 5)",
   "agents.search.limits.context=1000": "does not fit a row of config.train.length=256",
   "agents.main.limits.context=10": "config.agents.main.limits.answer_reserve=12 leaves no room in context=10",
 }
