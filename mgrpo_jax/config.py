@@ -47,6 +47,8 @@ def agent_config(*, tools=(), delegates=(), demonstrations="search", **overrides
     demonstrations=demonstrations,  # which scripted demonstrations (tasks/atlas_demos.py)
     steps=300, batch=32, learning_rate=4e-3, warmup_updates=30, permute=0.75, count=4096, seed=0,
     flaws=dict(flaws)))  # shares of bad demonstrations
+  c.init = config_dict.placeholder(str)  # where the policy begins: an open model or a run (origin.py); None: made from nothing
+  c.lora = config_dict.ConfigDict(dict(rank=0, alpha=16.0, layers=("q_proj", "k_proj", "v_proj", "o_proj")))  # rank 0: no adapters
   c.expert = config_dict.placeholder(str)  # score of a sub-agent's own work: "atlas_oracle" or "module:function"
   c.update(config_dict.ConfigDict(overrides))
   return c
@@ -93,6 +95,8 @@ def base_config() -> config_dict.ConfigDict:
     steps=40, updates_per_step=2, rows=16, length=256, logprob_chunk=64, max_bad_updates=3,
     warm_start="shipped",  # ("rebuild", "none", or a folder of AGENT.safetensors): made anew where settings differ
     sample_rollouts=4))  # rollouts per step kept as readable text
+  c.warm_start = config_dict.ConfigDict(dict())
+  c.warm_start.path = config_dict.placeholder(str)  # own demonstrations (tasks/chat_demos.py) in place of the scripted ones
   c.checkpoint = config_dict.ConfigDict(dict(every=10, keep_last=2, keep_best=1))
   c.eval = config_dict.ConfigDict(dict(every=10, final=True))
   return c

@@ -75,16 +75,17 @@ def init_state(params, optimizer: optax.GradientTransformation) -> State:
 
 
 def abstract_state(params, optimizer: optax.GradientTransformation) -> State:
-  """The shapes, types and places of a train state around such parameters (arrays or ShapeDtypeStructs with shardings)."""
-  places, scalar = _places(params)
+  """The shapes, types and places of a train state around such parameters (arrays, or ShapeDtypeStructs with shardings)."""
+  param_places, scalar = _places(params)
   shapes = {"params": params, "step": jax.ShapeDtypeStruct((), jnp.int32)}
+  places = {"params": param_places, "step": scalar}
   if any(p.dtype != jnp.float32 for p in jax.tree.leaves(params)):
     params = shapes["master"] = jax.eval_shape(_float32, params)
+    places["master"] = param_places
   shapes["opt_state"] = jax.eval_shape(optimizer.init, params)
-  opt_places = optax.tree.map_params(optimizer, lambda _, place: place, shapes["opt_state"], places,
-                                     transform_non_params=lambda _: scalar)
-  all_places = {"params": places, "master": places, "opt_state": opt_places, "step": scalar}
-  return sharding.abstract(shapes, {k: all_places[k] for k in shapes})
+  places["opt_state"] = optax.tree.map_params(optimizer, lambda _, place: place, shapes["opt_state"], param_places,
+                                              transform_non_params=lambda _: scalar)
+  return sharding.abstract(shapes, places)
 
 
 def _float32(tree):

@@ -68,7 +68,8 @@ def build_team(config, folder, *, progress=None) -> Team:
   meshes = agent_lib.build_meshes(config, jax.devices())
   agent_lib.check(config, meshes, surroundings.tokenizers)
   names = [MAIN, *(n for n in config.agents if n != MAIN)]
-  agents = {n: agent_lib.build(n, config, meshes[n], surroundings.tokenizers[n], tools=surroundings.tools, progress=progress)
+  bases: dict = {}
+  agents = {n: agent_lib.build(n, config, meshes[n], surroundings.tokenizers[n], bases=bases, tools=surroundings.tools, progress=progress)
             for n in names}
   a = config.method.alignment
   targets = {n: alignment.AutoTarget(window=a.window, quantile=a.quantile, buckets=tuple(a.buckets))
@@ -192,7 +193,7 @@ def _run_updates(team: Team, agent, plan, step: int, folder: RunFolder) -> dict[
   plain: dict[str, list[float]] = {"loss": [], "grad_norm": []}
   skipped = 0
   for i, (batches, normalizer) in enumerate(placed):
-    agent.state, out = learner.update(agent.state, batches, agent.fns, normalizer)
+    agent.state, out = learner.update(agent.state, batches, agent.fns, normalizer, agent.frozen)
     if out.pop("finite"):
       team.bad_updates[agent.name] = 0
     else:
@@ -261,7 +262,8 @@ def train(config, folder: RunFolder, *, finish: Callable[[Team, checkpoint.Check
       config = config.copy_and_resolve_references()
       config.train.warm_start = str(folder.warm(MAIN).parent)
     team = build_team(config, folder.path, progress=_bar)
-    team.world.tokenizers[MAIN].save(folder.path / "tokenizer.json")
+    for name, tokenizer in team.world.tokenizers.items():  # a file, or the files of an open model
+      tokenizer.save(folder.path / (f"tokenizer-{name}" if team.agents[name].config.init else "tokenizer.json"))
     iterator = question_iterator(team.world.train, config.seed)
     # ---- go on where the last checkpoint stands
     if start is not None:

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from mgrpo_jax import agent as agent_lib
 from mgrpo_jax import learner, world
 from mgrpo_jax.errors import UserError, one_line, user_input
-from mgrpo_jax.policy import attention, sharding
+from mgrpo_jax.policy import attention, lora, sharding
 from mgrpo_jax.policy.transformer import Transformer
 from mgrpo_jax.rollout import engine
 from mgrpo_jax.tasks import atlas
@@ -118,15 +118,16 @@ def plan_agent(name: str, config, model: Transformer, mesh: Mesh | AbstractMesh)
   shapes = jax.eval_shape(model.init, jax.random.key(0))
   params = sharding.abstract(shapes, sharding.param_shardings(shapes, mesh))
   optimizer, options, fns = agent_lib.build_update(name, config, model)
-  state = learner.abstract_state(params, optimizer)
+  trained, frozen = agent_lib.trained_part(model, params), lora.split(params)[0] if model.config.lora_rank else None
+  state = learner.abstract_state(trained, optimizer)
   engine_config = agent_lib.engine_shapes(name, config, stop_tokens=(0,))
   sampler = engine.abstract_state(model, engine_config, mesh)
   weights, cache = device_bytes(params), device_bytes(sampler)
-  held = {"parameters": weights, "optimizer": device_bytes(state["opt_state"]), "sampler's copy": weights, "KV cache": cache}
+  held = {"parameters": weights, "optimizer": device_bytes(state["opt_state"]), "sampler's copy": device_bytes(trained), "KV cache": cache}
   if "master" in state:
     held["float32 master"] = device_bytes(state["master"])
   if options.kl_coef:
-    held["reference"] = weights
+    held["reference"] = device_bytes(trained)
   rows, length = config.train.rows, config.train.length
   seconds, refusals = None, {}
   if isinstance(mesh, AbstractMesh):
@@ -136,7 +137,7 @@ def plan_agent(name: str, config, model: Transformer, mesh: Mesh | AbstractMesh)
     batch = agent_lib.blank_batch(rows, length)
     for other, needed in (("proximal_logprobs", options.proximal), ("ref_logprobs", options.kl_coef)):
       batch |= {other: batch["behavior_logprobs"]} if needed else {}
-    lowered = learner.lower(fns, state, sharding.abstract(batch, sharding.batch_shardings(batch, mesh)))
+    lowered = learner.lower(fns, state, sharding.abstract(batch, sharding.batch_shardings(batch, mesh)), frozen)
     lowered |= engine.lower(model, engine_config, params, mesh)
     inside = {"gradients": weights, "apply": device_bytes(state), "prefill": weights + cache, "decode": weights + cache}
     programs = {}
@@ -181,10 +182,10 @@ def device_bytes(tree) -> int:
 
 
 def active_parameters(shapes, config) -> int:
-  """How many parameters one token is multiplied with: an embedding only where it also is the head, experts only if chosen."""
-  lookup = 0 if config.tie_embeddings else config.vocab_size * config.embed_dim
-  idle = 3 * config.num_layers * (config.num_experts - config.experts_per_token) * config.embed_dim * config.expert_dim
-  return sum(x.size for x in jax.tree.leaves(shapes)) - lookup - (idle if config.num_experts else 0)
+  """How many parameters one token is multiplied with: of the experts the chosen ones, of embeddings the head."""
+  idle = 0 if config.tie_embeddings else config.vocab_size * config.embed_dim
+  idle += 3 * config.num_layers * config.embed_dim * config.expert_dim * (config.num_experts - config.experts_per_token)
+  return sum(x.size for x in jax.tree.leaves(shapes)) - idle
 
 
 # ---- devices

@@ -83,7 +83,7 @@ def saved_config(path: pathlib.Path) -> config_dict.ConfigDict:
       shown = agent.get("warm_start", {}).get("demonstrations", "search")
       config.agents[name] = config_lib.agent_config(demonstrations=shown)
     known, there = validation.schema(config), validation.flat(saved)
-    values = {k: tuple(v) if known[k][0] is tuple else v for k, v in there.items() if k in known}
+    values = {k: tuple(v) if known[k][0] is tuple and v is not None else v for k, v in there.items() if k in known}
     config.update_from_flattened_dict(values)
     validation.validate(config)
   for keys, fault, remedy in ((there.keys() - known.keys(), "this version does not know", "ignored"),

@@ -51,6 +51,8 @@ RULES: dict[str, str | tuple[str, ...]] = {
   "train.steps": COUNT, "train.updates_per_step": SIZE, "train.rows": SIZE, "train.length": SIZE,
   "train.logprob_chunk": SIZE, "train.max_bad_updates": SIZE, "train.warm_start": ANY, "train.sample_rollouts": COUNT,
   "checkpoint.every": SIZE, "checkpoint.keep_last": SIZE, "checkpoint.keep_best": COUNT, "eval.every": SIZE,
+  "warm_start.path": ANY,
+  "agents.*.init": ANY, "agents.*.lora.rank": COUNT, "agents.*.lora.alpha": POSITIVE, "agents.*.lora.layers": ANY,
   "agents.*.prompt": ANY, "agents.*.tools": ANY, "agents.*.delegates": ANY, "agents.*.expert": ANY,
   "agents.*.model.num_layers": SIZE, "agents.*.model.embed_dim": SIZE, "agents.*.model.num_heads": SIZE,
   "agents.*.model.num_kv_heads": SIZE, "agents.*.model.head_dim": SIZE, "agents.*.model.mlp_dim": SIZE,
@@ -261,6 +263,22 @@ def _check_team(c, name: str, a) -> None:
 
 def _check_shapes(c, name: str, a) -> None:
   m, limits = a.model, a.limits
+  if a.lora.rank and not a.init:
+    raise UserError(f"config.agents.{name}.lora.rank={a.lora.rank} needs config.agents.{name}.init: a model made from nothing is trained whole")
+  if not a.init:  # else its shape is that of the open model, which agent.check compares with the mesh
+    _check_model(name, a, m)
+  parts = a.mesh.data * a.mesh.fsdp * a.mesh.expert
+  if c.train.rows % parts:
+    raise UserError(f"config.train.rows={c.train.rows} does not split over config.agents.{name}.mesh (data x fsdp x expert = {parts}); "
+                    "make it a multiple")
+  if limits.context > c.train.length:
+    raise UserError(f"config.agents.{name}.limits.context={limits.context} does not fit a row of config.train.length={c.train.length}; "
+                    "raise train.length")
+  if limits.answer_reserve >= limits.context:
+    raise UserError(f"config.agents.{name}.limits.answer_reserve={limits.answer_reserve} leaves no room in context={limits.context}")
+
+
+def _check_model(name: str, a, m) -> None:
   if m.num_heads % m.num_kv_heads:
     raise UserError(f"config.agents.{name}.model.num_heads={m.num_heads} must be a multiple of num_kv_heads={m.num_kv_heads}")
   if m.head_dim % 2:
@@ -277,12 +295,3 @@ def _check_shapes(c, name: str, a) -> None:
   if m.rope_scaling is not None and not (len(m.rope_scaling) == 4 and all(isinstance(x, int | float) and x > 0 for x in m.rope_scaling)):
     raise UserError(f"config.agents.{name}.model.rope_scaling={tuple(m.rope_scaling)} must be four positive numbers: factor, low and high "
                     "frequency factor, original length")
-  parts = a.mesh.data * a.mesh.fsdp * a.mesh.expert
-  if c.train.rows % parts:
-    raise UserError(f"config.train.rows={c.train.rows} does not split over config.agents.{name}.mesh (data x fsdp x expert = {parts}); "
-                    "make it a multiple")
-  if limits.context > c.train.length:
-    raise UserError(f"config.agents.{name}.limits.context={limits.context} does not fit a row of config.train.length={c.train.length}; "
-                    "raise train.length")
-  if limits.answer_reserve >= limits.context:
-    raise UserError(f"config.agents.{name}.limits.answer_reserve={limits.answer_reserve} leaves no room in context={limits.context}")

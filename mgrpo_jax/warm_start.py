@@ -62,12 +62,12 @@ def cache_folder() -> pathlib.Path:
   return cache_root() / "warm_start"
 
 
-def content_hash(model_config, tokenizer_fingerprint: str, demonstrations: Sequence, settings: Settings, *, system: str = "") -> str:
+def content_hash(model_config, tokenizer_fingerprint: str, demonstrations: Sequence, settings: Settings, *, system: str = "", base: str = "") -> str:
   """Name of the weights that these inputs make; the first demonstrations stand for all of them."""
   h = hashlib.blake2b(digest_size=8)
   text = json.dumps([_shape(model_config), tokenizer_fingerprint, dataclasses.asdict(settings)], sort_keys=True)
   h.update(text.encode())
-  h.update(system.encode())
+  h.update((system + base).encode())
   for d in demonstrations:
     h.update(repr((d.task, list(d.turns))).encode())
   return h.hexdigest()
@@ -137,11 +137,12 @@ def batches(trajectories: Sequence[Trajectory], tokenizer, settings: Settings) -
 
 
 def train(model, params, tokenizer, demonstrations: Sequence, settings: Settings, *, place: Callable = lambda b: b,
-          system: str = "", report: Callable[[int, float], None] | None = None):
+          system: str = "", frozen=None, report: Callable[[int, float], None] | None = None):
   """Train parameters on demonstrations.
 
   Args:
     params: fresh parameters (on the agent's mesh); they are donated.
+    frozen: the base, where these are adapters.
     place: puts a batch on the agent's mesh.
     report: called with (step, loss in nats per sampled token) after each step.
 
@@ -155,7 +156,7 @@ def train(model, params, tokenizer, demonstrations: Sequence, settings: Settings
   state, losses = learner.init_state(params, optimizer), []
   steps = batches(tokenize(demonstrations, tokenizer, system=system), tokenizer, settings)
   for step, (micro, taught) in enumerate(steps):
-    state, metrics = learner.update(state, [place(b) for b in micro], fns, taught)
+    state, metrics = learner.update(state, [place(b) for b in micro], fns, taught, frozen)
     losses.append(metrics["loss"])
     if report:
       report(step, losses[-1])

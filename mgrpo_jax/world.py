@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 
+from mgrpo_jax import origin
 from mgrpo_jax.config import MAIN
 from mgrpo_jax.credit import Expert
 from mgrpo_jax.errors import UserError, user_input
@@ -65,7 +66,7 @@ def load(config, folder: pathlib.Path | None) -> World:
   local = web.LocalWeb(pages.pages)
   tools = functools.partial(_session, local, config.rollout.random_search)
   own = build_tokenizer(config, pages)
-  tokenizers = dict.fromkeys(config.agents, own)
+  tokenizers = {n: origin.tokenizer(origin.find(a.init, n)) or own for n, a in config.agents.items()}
   _check_prompts(config, tokenizers, train, validation, test)
   return World(train, validation, test, gaia.score_query, tokenizers, tools, functools.partial(_session, local, True), experts,
                _oracle_answer, _gold_subquestions)

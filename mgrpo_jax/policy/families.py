@@ -95,39 +95,6 @@ def _rope(there: dict) -> tuple[float, tuple[float, ...] | None]:
   return theta, tuple(float(rope[k]) for k in keys)
 
 
-def write_config(c: ModelConfig, *, context: int, stop_tokens: tuple[int, ...]) -> dict:
-  """The `config.json` of a model, as its family has it.
-
-  Args:
-    context: most tokens of a conversation.
-    stop_tokens: ids that end a turn.
-
-  Raises:
-    ValueError: a model that no family is (a token shift).
-  """
-  if c.token_shift:
-    raise ValueError("a model with token_shift belongs to no open family; only models that began from open weights can be exported")
-  name = "Qwen3MoeForCausalLM" if c.num_experts else "Qwen3ForCausalLM" if c.qk_norm else "Qwen2ForCausalLM" if c.qkv_bias else "LlamaForCausalLM"
-  rope: dict = {"rope_type": "default", "rope_theta": c.rope_theta}
-  if c.rope_scaling:
-    factor, low, high, original = c.rope_scaling
-    rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
-             "original_max_position_embeddings": int(original)}
-  out = {
-    "architectures": [name], "model_type": {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}.get(name, "qwen3_moe"),
-    "vocab_size": c.vocab_size, "num_hidden_layers": c.num_layers, "hidden_size": c.embed_dim, "num_attention_heads": c.num_heads,
-    "num_key_value_heads": c.num_kv_heads, "head_dim": c.head_dim, "intermediate_size": c.mlp_dim, "rms_norm_eps": c.norm_eps,
-    "tie_word_embeddings": c.tie_embeddings, "hidden_act": "silu", "max_position_embeddings": context,
-    # both layouts: transformers 5 reads the first, everything older the others
-    "rope_parameters": rope, "rope_theta": c.rope_theta, "rope_scaling": rope if c.rope_scaling else None,
-    "eos_token_id": list(stop_tokens) if len(stop_tokens) > 1 else stop_tokens[0], "torch_dtype": c.param_dtype, "dtype": c.param_dtype,
-  }
-  if c.num_experts:
-    out |= {"num_experts": c.num_experts, "num_local_experts": c.num_experts, "num_experts_per_tok": c.experts_per_token, "moe_intermediate_size": c.expert_dim,
-            "norm_topk_prob": c.norm_topk, "decoder_sparse_step": 1, "mlp_only_layers": []}
-  return out
-
-
 @dataclasses.dataclass(frozen=True)
 class Piece:
   """One tensor of theirs and its place in a leaf of ours: at `index` along the leaf's first dimensions."""

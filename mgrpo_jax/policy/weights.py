@@ -11,7 +11,7 @@ import json
 import math
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -158,14 +158,13 @@ def _leaves(model: Transformer) -> dict:
   return {jax.tree_util.keystr(k, simple=True, separator="/"): v for k, v in jax.tree_util.tree_leaves_with_path(abstract)}
 
 
-def write(folder: pathlib.Path, params: dict, model: Transformer, *, context: int, stop_tokens: tuple[int, ...], companions: pathlib.Path | None = None,
-          dtype: str | None = None, shard_bytes: int = SHARD_BYTES) -> list[pathlib.Path]:
-  """Writes a Hugging Face folder: weights, config.json, and the files beside them from the folder they began in.
+def write(folder: pathlib.Path, params: dict, model: Transformer, source: pathlib.Path, *, dtype: str | None = None,
+          shard_bytes: int = SHARD_BYTES) -> list[pathlib.Path]:
+  """Writes a Hugging Face folder: these weights, and everything else as it stands in the folder that they began in.
 
   Args:
     params: without adapters (`lora.merge`).
-    context, stop_tokens: for config.json.
-    companions: the folder that the tokenizer's files are taken from.
+    source: where config.json and the tokenizer's files are taken from.
     dtype: of the file ("float32", "bfloat16", "float16"); None keeps that of the parameters.
 
   Returns:
@@ -194,11 +193,11 @@ def write(folder: pathlib.Path, params: dict, model: Transformer, *, context: in
     where |= dict.fromkeys(tensors, name)
   if len(shards) > 1:
     _write_json(folder / _INDEX, {"metadata": {"total_size": sum(s for *_, s in sizes)}, "weight_map": where})
-  for name in COMPANIONS if companions else ():
-    if (pathlib.Path(companions) / name).is_file():
-      shutil.copyfile(pathlib.Path(companions) / name, folder / name)
-  config = families.write_config(model.config, context=context, stop_tokens=stop_tokens) | {"torch_dtype": want.name, "dtype": want.name}
-  _write_json(folder / "config.json", config)
+  for name in COMPANIONS:
+    if (pathlib.Path(source) / name).is_file():
+      shutil.copyfile(pathlib.Path(source) / name, folder / name)
+  config = json.loads((pathlib.Path(source) / "config.json").read_text(encoding="utf-8"))
+  _write_json(folder / "config.json", config | {"torch_dtype": want.name, "dtype": want.name})
   return files
 
 
@@ -208,5 +207,5 @@ def _theirs(leaf, name: str, piece: families.Piece, dtype) -> np.ndarray:
   return np.ascontiguousarray(x)
 
 
-def _write_json(path: pathlib.Path, content: Sequence | dict) -> None:
+def _write_json(path: pathlib.Path, content: dict) -> None:
   path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

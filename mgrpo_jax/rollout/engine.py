@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mgrpo_jax.policy import logprobs, sharding
+from mgrpo_jax.policy import logprobs, lora, sharding
 from mgrpo_jax.policy.transformer import Transformer
 
 
@@ -159,6 +159,7 @@ class LocalEngine:
   Args:
     model: what to sample from.
     params: its weights; copied onto `mesh`, so the caller may donate them.
+    frozen: weights beside them that never change (the base of adapters): on `mesh` already, and not copied.
     config: the fixed shapes.
     mesh: the agent's mesh (default: the first device). Slots are split over it where the number divides.
     rules: the agent's sharding table.
@@ -166,13 +167,14 @@ class LocalEngine:
   """
 
   def __init__(self, model: Transformer, params, config: EngineConfig, *, mesh=None,
-               rules=sharding.DEFAULT_RULES, version: int = 0):
+               rules=sharding.DEFAULT_RULES, version: int = 0, frozen=None):
     if not config.stop_tokens or not all(0 <= t < model.config.vocab_size for t in config.stop_tokens):
       raise ValueError(f"engine.stop_tokens {config.stop_tokens} must be ids of the vocabulary of {model.config.vocab_size} tokens.")
     self.config, self.stats, self.version = config, EngineStats(), version
     self._model, self._rules = model, rules
     self._mesh = mesh if mesh is not None else sharding.make_mesh({"data": 1})
-    self._params = sharding.place(params, self._mesh, rules)
+    self._frozen = frozen
+    self._params = self._placed(params)
     places = _state_shardings(model, config, self._mesh, rules)
     self._prefill, self._decode, new_state = _programs(model, config, places)
     self._state = new_state()
@@ -244,9 +246,12 @@ class LocalEngine:
       found.turn.dropped = True  # the slot is freed when the loop on the device has let go of it
 
   def set_weights(self, params, version: int) -> None:
-    self._next_weights = (sharding.place(params, self._mesh, self._rules), version)
+    self._next_weights = (self._placed(params), version)
     if not self._running:
       self._swap_weights()
+
+  def _placed(self, params):
+    return lora.join(self._frozen, sharding.place(params, self._mesh, self._rules))
 
   @property
   def pending(self) -> int:
