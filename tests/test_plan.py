@@ -37,7 +37,7 @@ def config(mesh=MESH, length=64, **model):
 
 
 def planned(c, mesh):
-  return plan.plan_agent("main", c, agent.build_model("main", c, None), mesh)
+  return plan.plan_agent("main", c, agent.build_model("main", c, None, mesh), mesh)
 
 
 def test_what_is_held_is_what_a_hand_computes():
@@ -66,7 +66,7 @@ def compiled():
 def test_what_is_held_is_what_arrays_take_and_the_planned_programs_run_on_them(compiled):
   c, got = compiled
   mesh = sharding.make_mesh(c.agents.main.mesh.to_dict())
-  model = agent.build_model("main", c, None)
+  model = agent.build_model("main", c, None, mesh)
   optimizer, _, fns = agent.build_update("main", c, model)
   params = sharding.init_sharded(model, jax.random.key(0), mesh)
   state = learner.init_state(params, optimizer)

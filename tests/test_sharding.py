@@ -1,5 +1,9 @@
 """Meshes, rule tables and placements on eight fake devices."""
 
+import dataclasses
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,3 +146,27 @@ def test_weights_placed_on_another_mesh_share_no_buffer_with_the_original(source
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(original), jax.device_get(placed))
   expected = sharding.param_shardings(original, sharding.make_mesh(target))
   assert all(x.sharding.is_equivalent_to(s, x.ndim) for x, s in zip(jax.tree.leaves(placed), jax.tree.leaves(expected)))
+
+
+@pytest.mark.parametrize("shape", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "expert": 2, "tensor": 2}])
+def test_experts_routed_on_every_device_for_itself_give_the_value_and_gradient_of_one_device(shape):
+  config = dataclasses.replace(CONFIG, num_experts=4, experts_per_token=2, expert_dim=8, scan_layers=True, num_layers=2, remat="full")
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def value_and_grad(model, params, batch):
+    loss = lambda p: jnp.mean(jnp.sin(model.forward(p, **batch)) * jnp.arange(16.0))  # noqa: E731
+    return jax.value_and_grad(loss)(params)
+
+  params = transformer.Transformer(config).init(jax.random.key(3))
+  value, grad = value_and_grad(transformer.Transformer(config), params, BATCH)
+  mesh = sharding.make_mesh(shape)
+  model = transformer.Transformer(config, mesh)
+  program = value_and_grad.lower(model, sharding.place(params, mesh), sharding.shard_batch(BATCH, mesh)).compile()
+  got, got_grad = program(sharding.place(params, mesh), sharding.shard_batch(BATCH, mesh))
+  np.testing.assert_allclose(got, value, rtol=1e-5)
+  for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got_grad), jax.tree.leaves(grad), strict=True):
+    assert np.abs(b).max() > 0, path
+    np.testing.assert_allclose(a, b, atol=2e-5 * float(np.abs(b).max()), err_msg=str(path))
+  # no sort, which routing is, has the tokens of more than one device
+  sorted_shapes = [int(n) for n in re.findall(r"s32\[(\d+)\][^=]*sort\(", program.as_text())]
+  assert sorted_shapes and max(sorted_shapes) <= 8 * 6 * 2 // 4, sorted_shapes

@@ -264,10 +264,14 @@ class _Decoder(nn.Module):
 
   def _embed(self, tokens, prev):
     """prev -1 means: no token before, so nothing is shifted in."""
-    dtype = self.config.dtype
-    x = self.embedding[tokens].astype(dtype)
+    dtype, table = self.config.dtype, self.embedding
+    if self.mesh is not None and self.mesh.size > 1:
+      # gather the table, not what every device looks up in it
+      place = sharding.array_sharding(("vocab", None), table.shape, self.mesh)
+      table = jax.lax.with_sharding_constraint(table, place)
+    x = table[tokens].astype(dtype)
     if self.config.token_shift:
-      before = jnp.where(prev[..., None] >= 0, self.embedding[jnp.maximum(prev, 0)], 0).astype(dtype)
+      before = jnp.where(prev[..., None] >= 0, table[jnp.maximum(prev, 0)], 0).astype(dtype)
       x = x + before @ self.shift.astype(dtype)
     return x
 
