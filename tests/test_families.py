@@ -13,7 +13,7 @@ import pytest
 from mgrpo_jax import checkpoint
 from mgrpo_jax.errors import UserError
 from mgrpo_jax.policy import families, logprobs, lora, sharding, weights
-from mgrpo_jax.policy.transformer import Transformer
+from mgrpo_jax.policy.transformer import Transformer, num_parameters
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures" / "families"
 NAMES = sorted(f.name for f in FOLDER.iterdir())
@@ -168,13 +168,40 @@ def change_config(folder, **values):
   (dict(architectures=["GPT2LMHeadModel"]), "the architecture GPT2LMHeadModel is not supported; there are Llama"), (dict(architectures=None), "architecture none"),
   (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported"), (dict(attention_bias=True), "attention_bias=True is not supported"),
   (dict(use_sliding_window=True), "use_sliding_window=True"), (dict(quantization_config={"bits": 4}), "quantization_config="),
-  (dict(rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rope scaling of type 'yarn' is not supported"), (dict(rope_parameters=None, rope_scaling={"type": "linear"}), "'linear'"),
+  (dict(rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rope scaling of type 'yarn' is not supported"),
+  (dict(rope_parameters={"factor": 4.0, "rope_theta": 1e4}), "the rope setting 'factor' is not supported"),
+  (dict(rope_parameters={"full_attention": {}, "sliding_attention": {}}), "the rope setting 'full_attention'"),
+  (dict(rope_parameters="default"), "config.json: "), (dict(head_dim=None, num_attention_heads=0), "config.json: "),
+  (dict(rope_parameters=None, rope_scaling={"type": "linear"}), "'linear'"),
   (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types"), (dict(mlp_only_layers=[1]), "mlp_only_layers=\\[1\\]"),
   (dict(num_key_value_heads=3), "num_heads=4 is no multiple"), (dict(hidden_size="x"), "config.json: ")])
 def test_a_setting_that_is_not_supported_is_refused_by_name(copy, values, fault):
   change_config(copy, **values)
   with pytest.raises(UserError, match=fault):
     families.read_config(copy)
+
+
+LLAMA = dict(architectures=["LlamaForCausalLM"], hidden_act="silu", attention_bias=False, rms_norm_eps=1e-5, rope_scaling=None)
+QWEN = dict(hidden_act="silu", rms_norm_eps=1e-6, rope_theta=1e6, sliding_window=32768, use_sliding_window=False, max_window_layers=21)
+
+
+@pytest.mark.parametrize("content, size", [  # what their makers say each has
+  (LLAMA | dict(vocab_size=49152, num_hidden_layers=30, hidden_size=576, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
+                tie_word_embeddings=True), 134_515_008),  # SmolLM2-135M
+  (LLAMA | dict(vocab_size=32000, num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, intermediate_size=11008), 6_738_415_616),  # Llama 2 7B
+  (LLAMA | dict(vocab_size=128256, num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
+                mlp_bias=False, pretraining_tp=1, rope_theta=5e5, rope_scaling=dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                original_max_position_embeddings=8192, rope_type="llama3")), 8_030_261_248),  # Llama 3.1 8B
+  (QWEN | dict(architectures=["Qwen2ForCausalLM"], vocab_size=151936, num_hidden_layers=24, hidden_size=896, num_attention_heads=14,
+               num_key_value_heads=2, intermediate_size=4864, tie_word_embeddings=True), 494_032_768),  # Qwen2.5 0.5B
+  (QWEN | dict(architectures=["Qwen3ForCausalLM"], attention_bias=False, vocab_size=151936, num_hidden_layers=28, hidden_size=1024, head_dim=128,
+               num_attention_heads=16, num_key_value_heads=8, intermediate_size=3072, tie_word_embeddings=True), 596_049_920),  # Qwen3 0.6B
+  (QWEN | dict(architectures=["Qwen3MoeForCausalLM"], attention_bias=False, vocab_size=151936, num_hidden_layers=48, hidden_size=2048, head_dim=128,
+               num_attention_heads=32, num_key_value_heads=4, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
+               num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]), 30_532_122_624)])  # Qwen3 30B-A3B
+def test_the_configs_of_published_models_give_as_many_parameters_as_published(tmp_path, content, size):
+  (tmp_path / "config.json").write_text(json.dumps(content))
+  assert num_parameters(families.read_config(tmp_path, scan_layers=True)) == size
 
 
 def test_a_config_that_is_missing_or_broken_or_not_whole_is_said(copy):
@@ -211,6 +238,21 @@ def test_a_tensor_that_is_missing_extra_misshapen_or_no_float_is_named(copy, edi
   model = Transformer(families.read_config(copy))
   with pytest.raises(UserError, match=fault):
     weights.check(copy, model)
+
+
+@pytest.mark.parametrize("change, fault", [
+  (dict(shape=[96, 31]), r"'model.embed_tokens.weight' has 12288 bytes, which its type F32 and shape \(96, 31\) do not need"),
+  (dict(shape=7), "says of the tensor 'model.embed_tokens.weight' only"), (dict(data_offsets=[0]), "says of the tensor")])
+def test_a_header_that_contradicts_itself_is_refused_before_anything_is_read(copy, change, fault):
+  path = sorted(copy.glob("*.safetensors"))[0]
+  content = path.read_bytes()
+  length = int.from_bytes(content[:8], "little")
+  head = json.loads(content[8:8 + length])
+  head["model.embed_tokens.weight"] |= change
+  text = json.dumps(head).encode().ljust(length)
+  path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length:])
+  with pytest.raises(UserError, match=fault):
+    weights.check(copy, Transformer(families.read_config(copy)))
 
 
 def test_a_file_that_is_missing_cut_off_or_no_safetensors_is_named(copy):

@@ -52,7 +52,7 @@ def read_config(folder: pathlib.Path, **overrides) -> ModelConfig:
     raise UserError(f"{path}: {error}") from error
   except KeyError as error:
     raise UserError(f"{path}: the setting {error.args[0]!r} is missing") from error
-  except (TypeError, ValueError) as error:
+  except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
     raise UserError(f"{path}: {error}") from error
 
 
@@ -88,6 +88,8 @@ def _rope(there: dict) -> tuple[float, tuple[float, ...] | None]:
   kind = rope.get("rope_type", rope.get("type", "default"))
   theta = float(rope.get("rope_theta", there.get("rope_theta", 10_000.0)))
   if kind == "default":
+    if unknown := set(rope) - {"rope_type", "type", "rope_theta"}:
+      raise UserError(f"the rope setting {min(unknown)!r} is not supported without the type 'llama3'")
     return theta, None
   if kind != "llama3":
     raise UserError(f"rope scaling of type {kind!r} is not supported (only 'llama3')")

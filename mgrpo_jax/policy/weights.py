@@ -31,7 +31,7 @@ COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 
 class Headers:
-  """Where every tensor of a folder lies: {name: (file, type, shape, first byte, last byte)}.
+  """Where every tensor of a folder lies: {name: (file, type, shape, first byte)}.
 
   Raises:
     UserError: no weights, a missing or damaged file, a tensor of a type that is no float.
@@ -71,18 +71,22 @@ class Headers:
     for name, t in head.items():
       if name == "__metadata__":
         continue
-      if t["dtype"] not in _TYPES:
-        raise UserError(f"{path}: the tensor {name!r} is of type {t['dtype']}; only {', '.join(_TYPES)} can be read")
-      first, last = (8 + length + o for o in t["data_offsets"])
+      try:
+        kind, shape, (first, last) = t["dtype"], tuple(t["shape"]), (8 + length + o for o in t["data_offsets"])
+        count = math.prod(shape)
+      except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} says of the tensor {name!r} only {t!r}; download it again") from error
+      if kind not in _TYPES:
+        raise UserError(f"{path}: the tensor {name!r} is of type {kind}; only {', '.join(_TYPES)} can be read")
       if last > size:
         raise UserError(f"{path} is cut off: the tensor {name!r} ends at byte {last} of {size}; download it again")
-      self.tensors[name] = (path, _TYPES[t["dtype"]], tuple(t["shape"]), first, last)
+      if count * _TYPES[kind].itemsize != last - first:
+        raise UserError(f"{path}: the tensor {name!r} has {last - first} bytes, which its type {kind} and shape {shape} do not need; download it again")
+      self.tensors[name] = (path, _TYPES[kind], shape, first)
 
   def read(self, name: str) -> np.ndarray:
     """The tensor, mapped from its file."""
-    path, dtype, shape, first, last = self.tensors[name]
-    if math.prod(shape) * dtype.itemsize != last - first:
-      raise UserError(f"{path}: the tensor {name!r} of shape {shape} does not have the bytes of its shape; download it again")
+    path, dtype, shape, first = self.tensors[name]
     return np.memmap(path, dtype, "r", first, shape)
 
 
@@ -123,13 +127,13 @@ def read(folder: pathlib.Path, model: Transformer, mesh, rules: Mapping = shardi
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     parts = families.pieces(name, leaf.shape)
     if not parts[0].index:
-      return jax.device_put(_ours(headers, name, parts[0], leaf.shape, leaf.dtype), place)
+      return _put(headers, name, parts[0], leaf.shape, leaf.dtype, place)
     whole = jax.jit(functools.partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=place)()
     depth = len(parts[0].index)
     piece_place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*place.spec[depth:]))
     put = _filler(place)
     for p in parts:
-      piece = jax.device_put(_ours(headers, name, p, leaf.shape[depth:], leaf.dtype), piece_place)
+      piece = _put(headers, name, p, leaf.shape[depth:], leaf.dtype, piece_place)
       whole = put(whole, piece, np.asarray(p.index, np.int32))
       whole.block_until_ready()  # else the host runs ahead, holding every piece
     return whole
@@ -147,10 +151,11 @@ def _filler(place):
   return jax.jit(put, donate_argnums=0, out_shardings=place)
 
 
-def _ours(headers: Headers, leaf: str, piece: families.Piece, shape, dtype) -> np.ndarray:
+def _put(headers: Headers, leaf: str, piece: families.Piece, shape, dtype, place) -> jax.Array:
+  """One tensor as ours, on its devices; each process reads only what its own devices keep."""
   x = headers.read(piece.tensor)
-  x = x.T if families.is_transposed(leaf) else x
-  return np.ascontiguousarray(x).reshape(shape).astype(dtype, copy=False)
+  x = (x.T if families.is_transposed(leaf) else x).reshape(shape)  # splits dimensions only: a view of the file
+  return jax.make_array_from_callback(shape, place, lambda index: np.ascontiguousarray(x[index], dtype))
 
 
 def _leaves(model: Transformer) -> dict:
@@ -195,7 +200,8 @@ def write(folder: pathlib.Path, params: dict, model: Transformer, source: pathli
     _write_json(folder / _INDEX, {"metadata": {"total_size": sum(s for *_, s in sizes)}, "weight_map": where})
   for name in COMPANIONS:
     if (pathlib.Path(source) / name).is_file():
-      shutil.copyfile(pathlib.Path(source) / name, folder / name)
+      shutil.copyfile(pathlib.Path(source) / name, folder / f".{name}")
+      (folder / f".{name}").replace(folder / name)
   config = json.loads((pathlib.Path(source) / "config.json").read_text(encoding="utf-8"))
   _write_json(folder / "config.json", config | {"torch_dtype": want.name, "dtype": want.name})
   return files
@@ -208,4 +214,6 @@ def _theirs(leaf, name: str, piece: families.Piece, dtype) -> np.ndarray:
 
 
 def _write_json(path: pathlib.Path, content: dict) -> None:
-  path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+  part = path.with_name(f".{path.name}")
+  part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+  part.replace(path)
