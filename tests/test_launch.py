@@ -49,7 +49,7 @@ def sentence(result, before=()):
   (["--config.train.steps=-1"], "config.train.steps=-1 must not be negative"),
   (["--config.seed=1", "--config=configs/gaia_single.py", "--config.agents.search.trainable=False"], "has no key 'agents.search.trainable'"),
   (["--config=configs/gaya.py"], "no config file at 'configs/gaya.py'"),
-  (["--config=configs/gaia.py:smok"], "configs/gaia.py knows :smoke and :long, not 'smok'"),
+  (["--config=configs/gaia.py:smok"], "configs/gaia.py knows :smoke, :long and :paper, not 'smok'"),
   (["--cofnig.seed=1"], "Unknown command line flag 'cofnig.seed'"),
   (["train"], "unknown argument 'train'; settings are written --config.KEY=VALUE"),
 ])
