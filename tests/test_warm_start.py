@@ -48,7 +48,7 @@ def test_the_shipped_weights_are_what_rebuilding_makes(name, agent_name, tmp_pat
   monkeypatch.setenv("MGRPO_CACHE", str(tmp_path))
   config.train.warm_start = "rebuild"
   mesh = sharding.make_mesh({"data": 1})
-  made = agent.initial_params(agent_name, config, model, mesh, tokenizer, None)
+  made, _ = agent.initial_params(agent_name, config, model, mesh, tokenizer)
   shipped, metadata = checkpoint.load_weights(warm_start.SHIPPED / f"{key}.safetensors")
   if checkpoint.tree_fingerprint(made) == checkpoint.tree_fingerprint(shipped):
     return
@@ -66,13 +66,13 @@ def test_a_warm_start_is_made_once_and_then_found(tmp_path, monkeypatch):
     seen.append((total, text))
     return lambda step, loss: None
 
-  made = agent.initial_params("main", config, model, mesh, tokenizer, progress)
+  made, _ = agent.initial_params("main", config, model, mesh, tokenizer, progress=progress)
   assert warm_start.find(key) == tmp_path / "warm_start" / f"{key}.safetensors"
-  found = agent.initial_params("main", config, model, mesh, tokenizer, progress)
+  found, _ = agent.initial_params("main", config, model, mesh, tokenizer, progress=progress)
   assert seen == [(4, "warm start of main")]
   assert checkpoint.tree_fingerprint(made) == checkpoint.tree_fingerprint(found)
   config.train.warm_start = "rebuild"
-  rebuilt = agent.initial_params("main", config, model, mesh, tokenizer, progress)
+  rebuilt, _ = agent.initial_params("main", config, model, mesh, tokenizer, progress=progress)
   assert len(seen) == 2 and checkpoint.tree_fingerprint(made) == checkpoint.tree_fingerprint(rebuilt)
 
 
