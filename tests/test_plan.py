@@ -77,7 +77,7 @@ def test_what_is_held_is_what_arrays_take_and_the_planned_programs_run_on_them(c
   like = lambda tree: sharding.abstract(tree, jax.tree.map(lambda x: x.sharding, tree))  # noqa: E731
   batch = sharding.shard_batch(agent.blank_batch(8, 256), mesh)
   programs = learner.lower(fns, like(state), like(batch))
-  total, _ = programs["gradients"].compile()(state["params"], fns.zeros(state["params"]), batch, jnp.float32(1))
+  total, _ = programs["gradients"].compile()(state["params"], fns.zeros(state["params"]), batch, jnp.float32(1), None)
   after, info = programs["apply"].compile()(state, total)
   assert bool(info["finite"]) and int(after["step"]) == 1
 
