@@ -216,7 +216,13 @@ def _other_policies(batch: dict, options: LossOptions) -> dict:
 
 
 def update(state: State, batches: Sequence[dict], fns: UpdateFns, normalizer: float, frozen: dict | None = None) -> tuple[State, dict]:
-  """One optimizer update from micro-batches of one fixed shape.
+  """One optimizer update from micro-batches of one fixed shape: (state, metrics). See `dispatch` and `fetch`."""
+  state, out = dispatch(state, batches, fns, normalizer, frozen)
+  return state, fetch(out)
+
+
+def dispatch(state: State, batches: Sequence[dict], fns: UpdateFns, normalizer: float, frozen: dict | None = None) -> tuple[State, tuple | None]:
+  """Start an update without waiting for it, so that another agent's devices can begin with theirs.
 
   Args:
     batches: dicts of arrays as `method.alignment.emit_batches` yields them (already on the agent's mesh or host).
@@ -224,17 +230,27 @@ def update(state: State, batches: Sequence[dict], fns: UpdateFns, normalizer: fl
     frozen: parameters that are not trained, where the state has adapters only.
 
   Returns:
-    (state, metrics): metrics are (sum, count) pairs over all micro-batches, except `loss` and `grad_norm` (floats)
-    and `finite`. With no batch the state comes back as it was.
+    (state, what `fetch` takes). With no batch the state comes back as it was.
   """
   if not batches:
-    return state, {}
+    return state, None
   total, sums = fns.zeros(state["params"]), []
   divisor = np.float32(normalizer)
   for batch in batches:
     total, metrics = fns.gradients(state["params"], total, batch, divisor, frozen)
     sums.append(metrics)
   state, info = fns.apply(state, total)
-  sums, info = jax.device_get((sums, info))
+  return state, (sums, info)
+
+
+def fetch(out: tuple | None) -> dict:
+  """The metrics of a dispatched update, once it is done.
+
+  Returns:
+    (sum, count) pairs over all micro-batches, except `loss` and `grad_norm` (floats) and `finite`; {} if it had no batch.
+  """
+  if out is None:
+    return {}
+  sums, info = jax.device_get(out)
   pairs = {k: tuple(float(sum(m[k][i] for m in sums)) for i in (0, 1)) for k in sums[0]}
-  return state, {**pairs, "loss": float(info["loss"]), "grad_norm": float(info["grad_norm"]), "finite": bool(info["finite"])}
+  return {**pairs, "loss": float(info["loss"]), "grad_norm": float(info["grad_norm"]), "finite": bool(info["finite"])}

@@ -148,18 +148,33 @@ def _group(team: Team, rollouts: list[Rollout], name: str, step: int) -> credit.
     seed=stable_hash(f"{team.config.seed}/{step}/{name}/alignment"))
 
 
-def update_agent(team: Team, name: str, rollouts: list[Rollout], step: int, folder: RunFolder) -> dict[str, float]:
-  """One agent's own part of a step: its advantages, its alignment, its updates. Returns its metrics."""
+def update_agent(team: Team, name: str, rollouts: list[Rollout], step: int, folder: RunFolder) -> Callable[[], dict[str, float]]:
+  """One agent's own part of a step: its advantages, its alignment, its updates.
+
+  Returns:
+    A function that waits for the updates, which have only been started, and gives the metrics.
+  """
   agent, group = team.agents[name], _group(team, rollouts, name, step)
   values = _describe(group) | {"staleness": max((agent.version - t.oldest_version() for t in group.trajectories if t.num_sampled), default=0)}
   if (target := team.targets.get(name)) is not None:
     values |= {"target": target.target}  # what this step was aligned with; its own calls act on the next one
     target.observe(credit.calls_per_rollout(rollouts, name))
     values |= {"target_doublings": target.doublings}
+  finish = dict
   if agent.trainable:
     plan = plan_updates(group, agent.options, team.config, stable_hash(f"{team.config.seed}/{step}/{name}"))
-    values |= _run_updates(team, agent, plan, step, folder)
-  return {f"train/{name}/{k}": v for k, v in values.items()}
+    finish = _start_updates(team, agent, plan, step, folder)
+  return lambda: {f"train/{name}/{k}": v for k, v in (values | finish()).items()}
+
+
+def update_agents(team: Team, rollouts: list[Rollout], step: int, folder: RunFolder) -> dict[str, float]:
+  """Every agent's part of a step: on devices of their own they work at the same time, on shared ones in turn."""
+  devices = [d for a in team.agents.values() for d in a.mesh.devices.flat]
+  started = (update_agent(team, name, rollouts, step, folder) for name in team.agents)
+  values: dict[str, float] = {}
+  for finish in list(started) if len(set(devices)) == len(devices) else started:
+    values |= finish()
+  return values
 
 
 def plan_updates(group: credit.Group, options: learner.LossOptions, config, seed: int) -> list[tuple[list[dict], float]]:
@@ -187,13 +202,21 @@ def plan_updates(group: credit.Group, options: learner.LossOptions, config, seed
   return plan
 
 
-def _run_updates(team: Team, agent, plan, step: int, folder: RunFolder) -> dict[str, float]:
+def _start_updates(team: Team, agent, plan, step: int, folder: RunFolder) -> Callable[[], dict[str, float]]:
   placed = [([agent.place(b) for b in batches], normalizer) for batches, normalizer in plan]
+  started = []
+  for batches, normalizer in placed:
+    agent.state, out = learner.dispatch(agent.state, batches, agent.fns, normalizer, agent.frozen)
+    started.append((batches, normalizer, out))
+  return lambda: _finish_updates(team, agent, started, step, folder)
+
+
+def _finish_updates(team: Team, agent, started, step: int, folder: RunFolder) -> dict[str, float]:
   pairs: dict[str, list[tuple[float, float]]] = {}
   plain: dict[str, list[float]] = {"loss": [], "grad_norm": []}
   skipped = 0
-  for i, (batches, normalizer) in enumerate(placed):
-    agent.state, out = learner.update(agent.state, batches, agent.fns, normalizer, agent.frozen)
+  for i, (batches, normalizer, out) in enumerate(started):
+    out = learner.fetch(out)
     if out.pop("finite"):
       team.bad_updates[agent.name] = 0
     else:
@@ -207,7 +230,7 @@ def _run_updates(team: Team, agent, plan, step: int, folder: RunFolder) -> dict[
   for k, v in pairs.items():
     total, count = (sum(x) for x in zip(*v))
     values[k] = total / count if count else float("nan")
-  return {**values, "updates": len(plan), "skipped_updates": skipped, "micro_batches": sum(len(b) for b, _ in plan)}
+  return {**values, "updates": len(started), "skipped_updates": skipped, "micro_batches": sum(len(b) for b, *_ in started)}
 
 
 def _keep_bad_batch(team: Team, name: str, batches: list[dict], normalizer: float, step: int, index: int, folder: RunFolder) -> None:
@@ -304,8 +327,7 @@ def run_step(team: Team, iterator, step: int, folder: RunFolder, compiled: metri
   with timer("rollout"):
     rollouts, values = collect(team, iterator, step)
   with timer("update"):
-    for name in team.agents:
-      values |= update_agent(team, name, rollouts, step, folder)
+    values |= update_agents(team, rollouts, step, folder)
   with timer("publish"):
     for a in team.agents.values():
       a.publish(step + 1)

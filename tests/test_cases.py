@@ -2,6 +2,7 @@
 
 import types
 
+import jax
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -18,6 +19,7 @@ class NoAgent:
     self.name, self.trainable, self.options, self.runtime = "main", True, learner.LossOptions(), None
     self.config = ConfigDict({"limits": {"tokens": 128, "calls": 1}})
     self.state, self.published, self.version = {"params": 0}, [], 7
+    self.mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
 
   def publish(self, version):
     self.published.append(version)
