@@ -10,7 +10,7 @@ from mgrpo_jax.rollout import protocol
 from mgrpo_jax.rollout.protocol import Call, parse_turn, render_call, render_result
 
 CALL = render_call("search", {"query": "x"})
-SNIPPETS = [*protocol.TEMPLATE_TOKENS, *protocol.CALL_SUFFIXES, CALL, protocol.call_prefix("search", "query"),
+SNIPPETS = [*protocol.TEMPLATE_TOKENS, "<think>", "</think>", *protocol.CALL_SUFFIXES, CALL, protocol.call_prefix("search", "query"),
             '{"name": "search", "arguments": {', "}", "]", "[", '"', "\\", "\\u", "1e999", "NaN", "-Infinity", "```", "`",
             " ", "\n", "\x00", "\ufeff", "\ud800", "é", "巴黎", "𝄞", "<", ">", "</", "{", "null", "9" * 5000, "[" * 2000]
 texts = st.one_of(
@@ -41,6 +41,7 @@ def outcome(text, **options):
   ("<result> Paris </result>", ("result", "Paris")),
   ("<result></result>", ("result", "")),
   ("<thinking>a > b, {} and `x`</thinking>\n\n<result>7</result>", ("result", "7")),
+  ("<think>\nas open models do\n</think>\n\n<result>7</result>", ("result", "7")),
   ("<result>say <b>{\"name\"}</b></result>", ("result", "say <b>{\"name\"}</b>")),
 ])
 def test_a_turn_is_an_optional_thought_and_one_call_or_result(text, expected):
@@ -50,6 +51,7 @@ def test_a_turn_is_an_optional_thought_and_one_call_or_result(text, expected):
 def test_the_thought_is_kept_apart_also_beside_an_error():
   assert parse_turn(f"<thinking> a </thinking>{CALL}").thinking == "a"
   assert parse_turn("<thinking>a</thinking>nothing").thinking == "a"
+  assert parse_turn(f"<think>\na\n</think>\n\n{CALL}", thinking="required").thinking == "a"
   assert parse_turn(CALL).thinking is None
 
 
@@ -81,6 +83,8 @@ def test_O35_O36_two_results_or_an_open_one_fall_back_to_nothing():
   "<thinking>x</tool_call><result>y</result>", "<thinking>x <result>y</result>", "<thinking>x<thinking>y</thinking><result>z</result>",
   "<thinking>x</result></thinking><result>y</result>", "<result>y</tool_call>", "</thinking><result>y</result>",
   "<thinking>a</thinking><thinking>b</thinking><result>y</result>", "<thinking>only a thought</thinking>",
+  "<think>x</thinking><result>y</result>", "<thinking>x</think><result>y</result>", "<think>a</think><think>b</think><result>y</result>",
+  "<think>x<think>y</think><result>z</result>", "</think><result>y</result>", "<think>x <result>y</result>",
 ])
 def test_O39_mismatched_tags_are_no_format(text):
   assert outcome(text) == ("error", protocol.BAD_TAGS)
@@ -140,7 +144,7 @@ def test_no_text_makes_the_parser_raise_and_there_is_exactly_one_outcome(text, t
   if kind == "error":
     assert value in protocol.ERRORS
   if thinking == "required" and kind != "error":
-    assert text.strip().startswith("<thinking>")
+    assert text.strip().startswith(("<thinking>", "<think>"))
 
 
 @settings(max_examples=300, deadline=None)

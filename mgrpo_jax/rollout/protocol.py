@@ -6,7 +6,7 @@ A turn is an optional `<thinking>...</thinking>` followed by exactly one of
     <result>TEXT</result>
 
 and nothing else (M-GRPO's protocol, where the thinking block is required; tiny vocabularies do
-without it: `thinking="optional"`). Only text that the policy sampled is ever parsed: prompts, pages
+without it: `thinking="optional"`; `<think>`, which open models are taught, is the same). Only text that the policy sampled is ever parsed: prompts, pages
 and answers of others are not, so a tag inside them means nothing.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 
 # What a policy is told when its turn cannot be used. Few and fixed, so that a small tokenizer can
 # hold each of them as one token.
@@ -82,9 +83,9 @@ def parse_turn(text: str, *, thinking: str = "optional") -> ParsedTurn:
   """
   rest = text.strip()
   thought = None
-  if rest.startswith("<thinking>"):
-    body, closed, rest = rest[len("<thinking>"):].partition("</thinking>")
-    if not closed or any(tag in body for tag in TAGS):
+  if opened := re.match("<(thinking|think)>", rest):
+    body, closed, rest = rest[opened.end():].partition(f"</{opened[1]}>")
+    if not closed or any(tag in body for tag in (*TAGS, "<think>", "</think>")):
       return ParsedTurn(error=BAD_TAGS)
     thought, rest = body.strip(), rest.strip()
   elif thinking == "required":
