@@ -369,6 +369,26 @@ def test_decode_chunk_changes_no_bit(warmed):
   assert got[0] == got[1]
 
 
+def test_experts_are_mixed_for_each_row_the_same_whatever_its_neighbours_choose():
+  """All tokens of a call are sorted by expert and multiplied in one ragged product: whom a token stands beside changes with them."""
+  moe = transformer.Transformer(dataclasses.replace(CONFIG, num_experts=8, experts_per_token=2, expert_dim=24))
+  params = moe.init(jax.random.key(3))
+  requests = [ask(f"x{i}", 0, range(2 + i, 9 + 2 * i), most=8) for i in range(9)]
+  alone, together = (LocalEngine(moe, params, SHAPES) for _ in range(2))
+  expected = {}
+  for r in requests:
+    expected[r.conversation] = content(one(alone, r))
+    alone.close(r.conversation)
+  for r in requests:
+    together.submit(r)
+  got = {}
+  while together.pending:
+    for turn in together.step():
+      got[turn.conversation] = content(turn)
+      together.close(turn.conversation)
+  assert got == expected and len({tuple(c[1]) for c in got.values()}) > 5
+
+
 def test_an_engine_on_a_mesh_samples_the_same():
   """2 x 2 devices: slots over data (8 divides, 7 does not), heads and vocabulary over tensor."""
   params, requests = weights(), [ask(f"m{i}", 0, range(2, 6 + i), most=6) for i in range(9)]
