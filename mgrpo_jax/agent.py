@@ -245,7 +245,7 @@ def warm_start_key(name: str, config, model, tokenizer) -> tuple[warm_start.Sett
   w = a.warm_start
   length = 256 * -(-a.limits.context // 256)
   settings = warm_start.Settings(w.steps, w.batch, w.learning_rate, w.warmup_updates, w.permute, w.count, w.seed,
-                                 rows=max(1, 4096 // length), length=length)
+                                 rows=max(1, w.tokens // length), length=length)
   return settings, warm_start.content_hash(model.config, tokenizer.fingerprint, demonstrations(name, config, PROBE), settings,
                                            system=a.prompt, base=origin.fingerprint(origin.find(a.init, name)))
 

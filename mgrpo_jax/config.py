@@ -46,6 +46,7 @@ def agent_config(*, tools=(), delegates=(), demonstrations="search", **overrides
   c.warm_start = config_dict.ConfigDict(dict(
     demonstrations=demonstrations,  # which scripted demonstrations (tasks/atlas_demos.py)
     steps=300, batch=32, learning_rate=4e-3, warmup_updates=30, permute=0.75, count=4096, seed=0,
+    tokens=4096,  # positions in a micro-batch
     flaws=dict(flaws)))  # shares of bad demonstrations
   c.init = config_dict.placeholder(str)  # where the policy begins: an open model or a run (origin.py); None: made from nothing
   c.lora = config_dict.ConfigDict(dict(rank=0, alpha=16.0, layers=("q_proj", "k_proj", "v_proj", "o_proj")))  # rank 0: no adapters
@@ -98,7 +99,9 @@ def base_config() -> config_dict.ConfigDict:
   c.warm_start = config_dict.ConfigDict(dict())
   c.warm_start.path = config_dict.placeholder(str)  # own demonstrations (tasks/chat_demos.py) in place of the scripted ones
   c.checkpoint = config_dict.ConfigDict(dict(every=10, keep_last=2, keep_best=1))
-  c.eval = config_dict.ConfigDict(dict(every=10, final=True))
+  c.eval = config_dict.ConfigDict(dict(
+    every=10, final=True,
+    parts=True))  # in the final results also: whose learning it was, closed book, each agent's headroom
   return c
 
 

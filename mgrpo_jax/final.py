@@ -11,6 +11,8 @@ import json
 import pathlib
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mgrpo_jax import checkpoint, evaluation, metrics, statistics
@@ -70,19 +72,30 @@ class _Asker:
     self.baseline_of: dict[str, str] = {}  # trained evaluation -> what it is compared with
 
   def all(self, warm: dict, trained: dict) -> None:
+    team = self.team
+    lost, _ = control(team, "random_search")
+    opened = all(a.frozen is not None for a in team.agents.values())
+    if opened:  # adapters of zero are the open models as they came
+      self.ask("as it came", jax.tree.map(jnp.zeros_like, warm))
+    self.ask("warm start", warm, baseline="as it came" if opened else None)
+    self.ask("trained", trained, baseline="warm start")
+    self.ask("trained, random search", trained, runtimes=lost)
+    if team.config.eval.parts:
+      self.parts(warm, trained)
+    for agent in team.agents.values():
+      agent.publish(agent.version)
+
+  def parts(self, warm: dict, trained: dict) -> None:
+    """Whose learning it was, and how much each agent could still learn."""
     team, world = self.team, self.team.world
     subs = [n for n in team.agents if n != MAIN]
     blind, _ = control(team, "closed_book")
-    lost, _ = control(team, "random_search")
     _, oracle = control(team, "perfect_sub")
     gold = world.subquestions(world.test)[: len(world.test)]  # as many as there are questions, at most
-    self.ask("warm start", warm)
-    self.ask("trained", trained, baseline="warm start")
     trainable = [n for n in team.agents if team.agents[n].trainable]
     for name in trainable if len(trainable) > 1 else ():
       self.ask(f"only {name} trained", {**warm, name: trained[name]}, baseline="warm start")
     self.ask("trained, closed book", trained, runtimes=blind)
-    self.ask("trained, random search", trained, runtimes=lost)
     if subs:
       self.ask("headroom: main with a perfect sub, warm", warm, stand_ins=oracle)
       self.ask("headroom: main with a perfect sub, trained", trained, stand_ins=oracle,
@@ -91,8 +104,6 @@ class _Asker:
       self.ask(f"headroom: {name} on gold subquestions, warm", warm, queries=gold, main=name)
       self.ask(f"headroom: {name} on gold subquestions, trained", trained, queries=gold, main=name,
                baseline=f"headroom: {name} on gold subquestions, warm")
-    for agent in team.agents.values():
-      agent.publish(agent.version)
 
   def ask(self, name: str, weights: dict, *, queries: Sequence[Query] | None = None, main: str = MAIN, runtimes=None,
           stand_ins=None, baseline: str | None = None) -> None:

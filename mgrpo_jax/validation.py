@@ -70,7 +70,7 @@ RULES: dict[str, str | tuple[str, ...]] = {
   "agents.*.warm_start.demonstrations": ("main", "search", "single"), "agents.*.warm_start.steps": SIZE,
   "agents.*.warm_start.batch": SIZE, "agents.*.warm_start.learning_rate": NOT_NEGATIVE,
   "agents.*.warm_start.warmup_updates": COUNT, "agents.*.warm_start.permute": SHARE,
-  "agents.*.warm_start.count": SIZE, "agents.*.warm_start.seed": SEED,
+  "agents.*.warm_start.count": SIZE, "agents.*.warm_start.tokens": SIZE, "agents.*.warm_start.seed": SEED,
 }
 
 
