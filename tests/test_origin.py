@@ -4,12 +4,14 @@ import importlib.util
 import json
 import pathlib
 import shutil
+import types
 
 import jax
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
-from mgrpo_jax import agent, checkpoint, config, export, loop, metrics, origin, run_folder, validation
+from mgrpo_jax import agent, checkpoint, config, export, final, loop, metrics, origin, run_folder, validation
 from mgrpo_jax.errors import UserError
 from mgrpo_jax.policy import chat, families, lora, weights
 from mgrpo_jax.policy.transformer import Transformer
@@ -196,3 +198,23 @@ def test_own_demonstrations_are_what_a_warm_start_learns(model_folder, tmp_path,
   largest = lambda n: max(float(abs(x).max()) for k, x in checkpoint.flatten(team.agents[n].state["params"]).items() if k.endswith(lora.B))  # noqa: E731
   assert largest("main") == 0 < largest("search")  # there was nothing for the main agent to learn from
   assert config.MAIN == "main"
+
+
+@pytest.mark.parametrize("frozen, parts, names", [
+  (True, False, ["as it came", "warm start", "trained", "trained, random search"]),
+  (False, False, ["warm start", "trained", "trained, random search"]),
+  (False, True, ["warm start", "trained", "trained, random search", "only main trained", "only search trained", "trained, closed book",
+                 "headroom: main with a perfect sub, warm", "headroom: main with a perfect sub, trained"]),
+])
+def test_final_results_ask_adapters_also_as_the_open_model_came(frozen, parts, names, tmp_path, monkeypatch):
+  asked = {}
+  monkeypatch.setattr(final._Asker, "ask", lambda self, name, weights, **options: asked.update({name: (weights, options)}))
+  agents = {n: types.SimpleNamespace(frozen={} if frozen else None, trainable=True, version=0, publish=lambda _: None) for n in ("main", "search")}
+  world = types.SimpleNamespace(test=[], subquestions=lambda _: [], random_tools=None, oracle=None)
+  team = types.SimpleNamespace(agents=agents, world=world, runtimes={}, config=ConfigDict({"eval": {"parts": parts}}))
+  warm = {n: {"x_lora_a": np.ones(2), "x_lora_b": np.ones(2)} for n in agents}
+  final._Asker(team, types.SimpleNamespace(path=tmp_path), 1).all(warm, warm)
+  assert list(asked) == names
+  assert asked["warm start"][1]["baseline"] == ("as it came" if frozen else None)
+  if frozen:
+    assert not any(x.any() for x in jax.tree.leaves(asked["as it came"][0])) and all(x.all() for x in jax.tree.leaves(warm))
