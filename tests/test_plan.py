@@ -150,14 +150,41 @@ def test_a_mesh_that_no_slice_has_is_refused():
   assert code == 2 and "needs 3 chips, but 1 slice(s) of v5e have 1 x one of 1, 4, 8" in err
 
 
+FAMILIES = {
+  "llama": dict(rope_scaling=(8.0, 1.0, 4.0, 8192.0)), "qwen2": dict(qkv_bias=True, tie_embeddings=True), "qwen3": dict(qk_norm=True),
+  "qwen3_moe": dict(qk_norm=True, num_experts=8, experts_per_token=2, expert_dim=16)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
-def test_tpus_compile_long_rows_without_a_square_of_scores(chip):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tpus_compile_update_and_sampling_of_every_family_without_a_square_of_scores(chip, family):
   needs_libtpu()
-  c = config(mesh={"data": 2, "fsdp": 1, "tensor": 2}, length=4096, dtype="bfloat16")
+  c = config({"data": 2, "fsdp": 1, "tensor": 2}, length=4096, dtype="bfloat16", scan_layers=True, remat="full", **FAMILIES[family])
   got = planned(c, plan.topology_mesh(chip, c.agents.main.mesh.to_dict()))
-  assert not got.refusals and got.peak < plan.GIB
-  assert got.programs["gradients"] < (8 // 2) * (4 // 2) * 4096**2 * 4 / 4
+  assert not got.refusals and set(got.programs) == {"gradients", "apply", "prefill", "decode"}
+  assert got.programs["gradients"] < (8 // 2) * (4 // 2) * 4096**2 * 4 / 2
+  assert got.peak < plan.GIB
+
+
+@pytest.mark.slow
+def test_what_is_too_large_is_refused_by_the_compiler_and_said():
+  needs_libtpu()
+  c = config({"data": 1, "fsdp": 1, "tensor": 1}, vocab_size=2**28)
+  got = planned(c, plan.topology_mesh("v5e", c.agents.main.mesh.to_dict()))
+  assert "gradients" in got.refusals and got.peak == math.inf
+  text = plan.describe([got], "v5e")
+  assert "refused by the compiler" in text and "DOES NOT FIT" in text
+
+
+@pytest.mark.slow
+def test_the_command_asks_the_tpus_compiler_also_for_two_slices():
+  needs_libtpu()
+  flags = [f"--config.agents.{n}.mesh.data=2" for n in ("main", "search")]
+  code, out, err = launch("--config=configs/gaia.py", "--chip=v6e", "--slices=2", *flags)
+  assert code == 0, err
+  assert len(re.findall(r"on 2 x v6e \(data=2, .*\); compiled for it in", out)) == 2 and out.count(": fits") == 2
+  assert "compiling the programs of main for 2 x v6e" in err
 
 
 @pytest.mark.slow
