@@ -64,7 +64,7 @@ class Agent:
 
     The proximal policy is the one of this moment: place all batches of a step before its first update.
     """
-    batch = sharding.shard_batch(batch, self.mesh)
+    batch = sharding.shard_batch(batch, self.mesh, self.model.rules)
     if self.options.proximal:
       batch["proximal_logprobs"] = self.fns.logprobs(self.state["params"], batch, self.frozen)
     if self.options.kl_coef:
@@ -115,7 +115,7 @@ def check(config, meshes, tokenizers) -> None:
     model = build_model(name, config, tokenizers[name])
     params = jax.eval_shape(lambda m=model: m.init(jax.random.key(0)))
     with user_input(f"config.agents.{name}.mesh"):
-      sharding.param_shardings(params, mesh)
+      sharding.param_shardings(params, mesh, model.rules)
     origin.check(origin.find(config.agents[name].init, name), model)
     if config.train.warm_start not in BUILT_IN:
       with user_input(f"config.train.warm_start, agent {name!r}"):
@@ -129,14 +129,16 @@ def build_model(name: str, config, tokenizer, mesh=None) -> transformer.Transfor
     UserError: fewer tokens than the tokenizer has; open weights of a model that is not supported.
   """
   opened = origin.model_config(origin.find(config.agents[name].init, name), config.agents[name])
+  with user_input(f"config.agents.{name}.rules"):
+    rules = sharding.DEFAULT_RULES.but(config.agents[name].rules)
   if opened is not None:
-    return transformer.Transformer(opened, mesh)
+    return transformer.Transformer(opened, mesh, rules)
   settings = config.agents[name].model.to_dict()
   known = tokenizer.vocab_size if tokenizer is not None else 0
   settings["vocab_size"] = settings["vocab_size"] or known
   if settings["vocab_size"] < known:
     raise UserError(f"config.agents.{name}.model.vocab_size={settings['vocab_size']} is less than the {known} tokens of the tokenizer")
-  return transformer.Transformer(transformer.ModelConfig(**settings), mesh)
+  return transformer.Transformer(transformer.ModelConfig(**settings), mesh, rules)
 
 
 def build_update(name: str, config, model):
@@ -170,7 +172,7 @@ def build(name: str, config, mesh, tokenizer, *, bases: dict, tools=None, progre
   runtime = controller.AgentRuntime(
     name, sampler, tokenizer, controller.Limits(**a.limits.to_dict()), tools=tools if a.tools else None,
     tool_names=tuple(a.tools), delegates=tuple(a.delegates), system=a.prompt, thinking=config.rollout.thinking)
-  reference = sharding.place(params, mesh) if options.kl_coef else None
+  reference = sharding.place(params, mesh, model.rules) if options.kl_coef else None
   state = learner.init_state(params, optimizer)
   return Agent(name, a, model, mesh, sampler, runtime, options, fns, state, reference=reference, frozen=frozen)
 
@@ -190,21 +192,21 @@ def initial_params(name: str, config, model, mesh, tokenizer, *, bases: dict | N
   def fresh():
     if frozen is not None:
       return origin.adapters(model, seed, mesh)
-    return sharding.init_sharded(model, seed, mesh) if source.folder is None else origin.base(source, model, mesh)
+    return sharding.init_sharded(model, seed, mesh, model.rules) if source.folder is None else origin.base(source, model, mesh)
 
   path = _weights_of(name, config) if how not in BUILT_IN else None
   if path is None and source.run is not None:
-    return origin.trained(source, name, sharding.abstract(abstract, sharding.param_shardings(abstract, mesh))), frozen
+    return origin.trained(source, name, sharding.abstract(abstract, sharding.param_shardings(abstract, mesh, model.rules))), frozen
   if path is None and (how == "none" or not demonstrations(name, config, 1)):
     return fresh(), frozen
   settings, key = warm_start_key(name, config, model, tokenizer)
   path = path or (None if how == "rebuild" else warm_start.find(key))
   if path is not None:
-    return sharding.place(checkpoint.load_weights(path, abstract)[0], mesh), frozen
+    return sharding.place(checkpoint.load_weights(path, abstract)[0], mesh, model.rules), frozen
   report = progress(w.steps, f"warm start of {name}") if progress else None
   with user_input(f"the warm start of {name}"):
     params, loss = warm_start.train(model, fresh(), tokenizer, demonstrations(name, config, w.count), settings, system=a.prompt, frozen=frozen,
-                                    report=report, place=lambda b: sharding.shard_batch(b, mesh))
+                                    report=report, place=lambda b: sharding.shard_batch(b, mesh, model.rules))
   if not np.isfinite(loss):
     raise UserError(f"the warm start of {name} diverged (loss {loss}); lower config.agents.{name}.warm_start.learning_rate")
   path = warm_start.cache_folder() / f"{key}.safetensors"

@@ -39,6 +39,7 @@ def agent_config(*, tools=(), delegates=(), demonstrations="search", **overrides
   c.model.rope_scaling = config_dict.placeholder(tuple)  # Llama 3's four numbers (policy/transformer.py)
   c.model.vocab_size = config_dict.placeholder(int)  # None: as many as the tokenizer has
   c.mesh = config_dict.ConfigDict(dict(data=1, fsdp=1, expert=1, tensor=1))  # devices along each axis
+  c.rules = ()  # pairs like ("vocab", "fsdp") that differ from the table in policy/sharding.py
   c.optimizer = config_dict.ConfigDict(dict(
     learning_rate=2e-4, warmup_updates=15, b1=0.9, b2=0.98, eps=1e-8, weight_decay=0.0, clip_norm=0.5))
   c.limits = config_dict.ConfigDict(dict(

@@ -39,7 +39,7 @@ def export(path: str, out: str, *, agent: str = MAIN, step: str = "best", dtype:
                     "what began from open weights (config.agents.<name>.init) can be exported")
   model, mesh = agent_lib.build_model(agent, config, None), sharding.make_mesh({"data": 1})
   abstract = agent_lib.trained_part(model, jax.eval_shape(model.init, jax.random.key(0)))
-  abstract = sharding.abstract(abstract, sharding.param_shardings(abstract, mesh))
+  abstract = sharding.abstract(abstract, sharding.param_shardings(abstract, mesh, model.rules))
   params = origin.trained(origin.Origin(source.folder, folder, step), agent, abstract)
   if model.config.lora_rank:
     params = lora.merge(lora.join(origin.base(source, model, mesh), params), model.config.lora_alpha / model.config.lora_rank)

@@ -101,7 +101,7 @@ def base(origin: Origin, model: Transformer, mesh) -> dict | None:
 def adapters(model: Transformer, key: jax.Array, mesh) -> dict:
   """Fresh adapters on the mesh; nothing else is made."""
   make = lambda k: lora.split(model.init(k))[1]  # noqa: E731
-  places = sharding.param_shardings(jax.eval_shape(make, key), mesh)
+  places = sharding.param_shardings(jax.eval_shape(make, key), mesh, model.rules)
   return jax.jit(make, out_shardings=places)(key)
 
 

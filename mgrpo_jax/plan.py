@@ -116,7 +116,7 @@ def plan(config, chip: str, *, slices: int = 1, report=lambda text: print(text, 
 def plan_agent(name: str, config, model: Transformer, mesh: Mesh | AbstractMesh) -> AgentPlan:
   """One agent on a mesh: compiled for its devices, or estimated where it is abstract."""
   shapes = jax.eval_shape(model.init, jax.random.key(0))
-  params = sharding.abstract(shapes, sharding.param_shardings(shapes, mesh))
+  params = sharding.abstract(shapes, sharding.param_shardings(shapes, mesh, model.rules))
   optimizer, options, fns = agent_lib.build_update(name, config, model)
   trained, frozen = agent_lib.trained_part(model, params), lora.split(params)[0] if model.config.lora_rank else None
   state = learner.abstract_state(trained, optimizer)
@@ -131,13 +131,13 @@ def plan_agent(name: str, config, model: Transformer, mesh: Mesh | AbstractMesh)
   rows, length = config.train.rows, config.train.length
   seconds, refusals = None, {}
   if isinstance(mesh, AbstractMesh):
-    programs = _estimate(model.config, mesh, rows, length, config.train.logprob_chunk, engine_config, params, cache)
+    programs = _estimate(model, mesh, rows, length, config.train.logprob_chunk, engine_config, params, cache)
   else:
     start = time.monotonic()
     batch = agent_lib.blank_batch(rows, length)
     for other, needed in (("proximal_logprobs", options.proximal), ("ref_logprobs", options.kl_coef)):
       batch |= {other: batch["behavior_logprobs"]} if needed else {}
-    lowered = learner.lower(fns, state, sharding.abstract(batch, sharding.batch_shardings(batch, mesh)), frozen)
+    lowered = learner.lower(fns, state, sharding.abstract(batch, sharding.batch_shardings(batch, mesh, model.rules)), frozen)
     lowered |= engine.lower(model, engine_config, params, mesh)
     inside = {"gradients": weights, "apply": device_bytes(state), "prefill": weights + cache, "decode": weights + cache}
     programs = {}
@@ -230,12 +230,12 @@ def _compile(lowered, held: int) -> tuple[int | None, str | None]:
 # ---- without a compiler
 
 
-def _estimate(c, mesh, rows, length, chunk, engine_config, params, cache) -> dict[str, int]:
+def _estimate(model, mesh, rows, length, chunk, engine_config, params, cache) -> dict[str, int]:
   """What the programs need on top, in bytes per device: the large pieces only, none of them shared.
 
   params: abstract parameters. cache: bytes per device.
   """
-  part = lambda axis: sharding.axis_size(axis, mesh)  # noqa: E731
+  c, part = model.config, lambda axis: sharding.axis_size(axis, mesh, model.rules)
   width, heads = jax.numpy.dtype(c.dtype).itemsize, part("heads")
   weights = device_bytes(params)
   floats = device_bytes(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "float32", sharding=x.sharding), params))

@@ -61,7 +61,7 @@ RULES: dict[str, str | tuple[str, ...]] = {
   "agents.*.model.experts_per_token": COUNT, "agents.*.model.expert_dim": COUNT, "agents.*.model.remat": ("none", "full", "dots"),
   "agents.*.model.attention": ("auto", "dense", "blockwise", "splash"), "agents.*.model.dtype": ("float32", "bfloat16"),
   "agents.*.model.param_dtype": ("float32", "bfloat16"),
-  "agents.*.mesh.data": SIZE, "agents.*.mesh.fsdp": SIZE, "agents.*.mesh.expert": SIZE, "agents.*.mesh.tensor": SIZE,
+  "agents.*.rules": ANY, "agents.*.mesh.data": SIZE, "agents.*.mesh.fsdp": SIZE, "agents.*.mesh.expert": SIZE, "agents.*.mesh.tensor": SIZE,
   "agents.*.optimizer.learning_rate": NOT_NEGATIVE, "agents.*.optimizer.warmup_updates": COUNT,
   "agents.*.optimizer.b1": "[0, 1)", "agents.*.optimizer.b2": "[0, 1)", "agents.*.optimizer.eps": POSITIVE,
   "agents.*.optimizer.weight_decay": NOT_NEGATIVE, "agents.*.optimizer.clip_norm": POSITIVE,

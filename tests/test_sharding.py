@@ -68,6 +68,20 @@ def test_parameters_and_optimizer_moments_lie_where_the_table_says():
   assert sharding.param_shardings(params, mesh, own)["embedding"].spec == PartitionSpec(None, ("fsdp", "tensor"))
 
 
+def test_an_agents_own_rules_place_its_parameters_and_bad_ones_are_named():
+  rules = sharding.DEFAULT_RULES.but((("vocab", ["fsdp", "tensor"]), ("embed", None)))
+  assert (rules["vocab"], rules["embed"], rules["mlp"]) == (("fsdp", "tensor"), None, "tensor")
+  assert hash(rules) == hash(sharding.DEFAULT_RULES.but(rules.items())) and rules != sharding.DEFAULT_RULES
+  model = transformer.Transformer(CONFIG, None, rules)
+  mesh = sharding.make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+  params = sharding.init_sharded(model, jax.random.key(3), mesh, model.rules)
+  assert params["embedding"].sharding.spec == PartitionSpec(("fsdp", "tensor"))
+  assert params["layer_0"]["q_proj"].sharding.spec == PartitionSpec(None, "tensor")
+  for bad in (("width", "fsdp"), ("vocab",), "vocab", ("vocab", "fdsp"), ("vocab", ("fsdp", "model"))):
+    with pytest.raises(ValueError, match="logical axis|names the mesh axis"):
+      sharding.DEFAULT_RULES.but((bad,))
+
+
 def test_a_mesh_that_does_not_divide_a_dimension_is_refused_with_the_fix():
   abstract = jax.eval_shape(MODEL.init, jax.random.key(0))
   with pytest.raises(ValueError) as error:
@@ -149,7 +163,8 @@ def test_weights_placed_on_another_mesh_share_no_buffer_with_the_original(source
 
 
 @pytest.mark.parametrize("shape", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "expert": 2, "tensor": 2}])
-def test_experts_routed_on_every_device_for_itself_give_the_value_and_gradient_of_one_device(shape):
+@pytest.mark.parametrize("rules", [(), (("mlp", ("fsdp", "tensor")), ("experts", None), ("embed", None), ("vocab", "fsdp"))])
+def test_experts_routed_on_every_device_for_itself_give_the_value_and_gradient_of_one_device(shape, rules):
   config = dataclasses.replace(CONFIG, num_experts=4, experts_per_token=2, expert_dim=8, scan_layers=True, num_layers=2, remat="full")
 
   @functools.partial(jax.jit, static_argnums=0)
@@ -160,9 +175,10 @@ def test_experts_routed_on_every_device_for_itself_give_the_value_and_gradient_o
   params = transformer.Transformer(config).init(jax.random.key(3))
   value, grad = value_and_grad(transformer.Transformer(config), params, BATCH)
   mesh = sharding.make_mesh(shape)
-  model = transformer.Transformer(config, mesh)
-  program = value_and_grad.lower(model, sharding.place(params, mesh), sharding.shard_batch(BATCH, mesh)).compile()
-  got, got_grad = program(sharding.place(params, mesh), sharding.shard_batch(BATCH, mesh))
+  model = transformer.Transformer(config, mesh, sharding.DEFAULT_RULES.but(rules))
+  inputs = sharding.place(params, mesh, model.rules), sharding.shard_batch(BATCH, mesh, model.rules)
+  program = value_and_grad.lower(model, *inputs).compile()
+  got, got_grad = program(*inputs)
   np.testing.assert_allclose(got, value, rtol=1e-5)
   for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got_grad), jax.tree.leaves(grad), strict=True):
     assert np.abs(b).max() > 0, path

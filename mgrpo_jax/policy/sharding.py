@@ -1,8 +1,8 @@
 """Meshes and shardings of one agent: logical axis names on parameters, one table from those to mesh axes.
 
 A mesh shape is a dict, `{"data": 2, "fsdp": 1, "tensor": 4}`, and a rule table a dict from logical axis to the
-name of a mesh axis, a tuple of names, or None. Both are data and belong to an agent; nothing reads a global mesh.
-A rule that names an axis which the mesh lacks means: not split.
+name of a mesh axis, a tuple of names, or None. Both are data and belong to an agent (its model carries them); nothing
+reads a global mesh. A rule that names an axis which the mesh lacks means: not split.
 """
 
 from __future__ import annotations
@@ -42,8 +42,31 @@ PARAM_AXES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
   (r"(gate|up)_proj_lora_b", (None, "mlp")),
 )
 
+class Rules(dict):
+  """A rule table, which nobody changes: hashable, as part of a model's description."""
+
+  def __hash__(self):
+    return hash(frozenset(self.items()))
+
+  def but(self, changes: Sequence[tuple[str, str | tuple[str, ...] | None]]) -> Rules:
+    """The same table with some rules replaced.
+
+    Raises:
+      ValueError: no such logical axis, or no name of a mesh axis.
+    """
+    for change in changes:
+      if not isinstance(change, Sequence) or isinstance(change, str) or len(change) != 2 or change[0] not in self:
+        raise ValueError(f"{change!r} is no pair of a logical axis and a mesh axis; logical axes are {', '.join(self)}.")
+      names = (change[1],) if isinstance(change[1], str) else change[1] or ()
+      unknown = [n for n in names if n not in MESH_AXES]
+      if unknown:
+        raise ValueError(f"{change!r} names the mesh axis {unknown[0]!r}; there are {', '.join(MESH_AXES)}.")
+    return Rules(self | {a: tuple(x) if isinstance(x, list) else x for a, x in changes})
+
+
+MESH_AXES = ("data", "fsdp", "expert", "tensor")  # of an agent's config
 # Batch rows and cache slots over "data", "fsdp" and "expert", weights over "fsdp" and "tensor", experts over "expert" too.
-DEFAULT_RULES: dict[str, str | tuple[str, ...] | None] = {
+DEFAULT_RULES = Rules({
   "batch": ("data", "fsdp", "expert"),
   "slots": ("data", "fsdp", "expert"),
   "vocab": "tensor",
@@ -53,7 +76,7 @@ DEFAULT_RULES: dict[str, str | tuple[str, ...] | None] = {
   "head_dim": None,
   "mlp": "tensor",
   "experts": "expert",
-}
+})
 
 
 def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -21,6 +21,7 @@ import zlib
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from mgrpo_jax.policy import attention, lora, sharding
 
@@ -117,10 +118,12 @@ class Transformer:
 
   Attributes:
     mesh: where it will be trained, for kernels that the compiler cannot split; the numbers do not depend on it.
+    rules: how its parameters, its batches and its cache are split over a mesh.
   """
 
   config: ModelConfig
   mesh: jax.sharding.Mesh | None = None
+  rules: sharding.Rules = sharding.DEFAULT_RULES
 
   @functools.partial(jax.jit, static_argnums=0)
   def init(self, key: jax.Array) -> dict:
@@ -196,7 +199,7 @@ class Transformer:
 
   @property
   def _decoder(self) -> _Decoder:
-    return _Decoder(self.config, self.mesh)
+    return _Decoder(self.config, self.mesh, self.rules)
 
 
 def unstack(stacks: dict, count: int) -> dict:
@@ -209,6 +212,7 @@ class _Decoder(nn.Module):
 
   config: ModelConfig
   mesh: jax.sharding.Mesh | None = None
+  rules: sharding.Rules = sharding.DEFAULT_RULES
 
   def setup(self):
     c = self.config
@@ -221,9 +225,9 @@ class _Decoder(nn.Module):
       self.shift = self.param("shift", _ZEROS, (c.embed_dim, c.embed_dim), c.param_dtype)
     if c.scan_layers:
       self.layers = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=c.num_layers,
-                            in_axes=(nn.broadcast, nn.broadcast, nn.broadcast))(c, self.mesh)
+                            in_axes=(nn.broadcast, nn.broadcast, nn.broadcast))(c, self.mesh, self.rules)
     else:
-      self.layers = [layer(c, self.mesh, name=f"layer_{i}") for i in range(c.num_layers)]
+      self.layers = [layer(c, self.mesh, self.rules, name=f"layer_{i}") for i in range(c.num_layers)]
     self.final_norm = self.param("final_norm", _ZEROS, (c.embed_dim,), c.param_dtype)
     if not c.tie_embeddings:
       self.lm_head = self.param("lm_head", _ZEROS, (c.embed_dim, c.vocab_size), c.param_dtype)
@@ -267,7 +271,7 @@ class _Decoder(nn.Module):
     dtype, table = self.config.dtype, self.embedding
     if self.mesh is not None and self.mesh.size > 1:
       # gather the table, not what every device looks up in it
-      place = sharding.array_sharding(("vocab", None), table.shape, self.mesh)
+      place = sharding.array_sharding(("vocab", None), table.shape, self.mesh, self.rules)
       table = jax.lax.with_sharding_constraint(table, place)
     x = table[tokens].astype(dtype)
     if self.config.token_shift:
@@ -281,6 +285,7 @@ class _Layer(nn.Module):
 
   config: ModelConfig
   mesh: jax.sharding.Mesh | None = None
+  rules: sharding.Rules = sharding.DEFAULT_RULES
 
   @nn.compact
   def __call__(self, carry, rope, where, valid):
@@ -302,7 +307,7 @@ class _Layer(nn.Module):
       k = _rms_norm(k, self._norm("k_norm", d), c.norm_eps).astype(c.dtype)
     q, k = _rotate(q, rope), _rotate(k, rope).swapaxes(1, 2)
     if cache is None:
-      y = attention.attend(q, k, v, segment_ids=where, kind=c.attention, mesh=self.mesh)
+      y = attention.attend(q, k, v, segment_ids=where, kind=c.attention, mesh=self.mesh, rules=self.rules)
     else:
       (k, v), cache = _write_all(cache, (k, v), where[:, 0], valid, index)
       y = attention.attend_cached(q, k, v, where)
@@ -347,10 +352,12 @@ class _Layer(nn.Module):
     mix = functools.partial(_mixture, c)
     if not training or mesh is None or mesh.size == 1:
       return mix(y, router, *weights)
-    place = lambda *axes, like: sharding.array_sharding(axes, like.shape, mesh).spec  # noqa: E731
-    rows, wide = place("batch", None, None, like=y), place(None, None, "mlp", like=weights[0])
-    specs = (rows, place(None, None, like=router), wide, wide, place(None, "mlp", None, like=weights[2]))
-    parts = lambda *args: jax.lax.psum(mix(*args), sharding.mesh_axes("mlp", mesh))  # noqa: E731
+    rows = sharding.array_sharding(("batch", None, None), y.shape, mesh, self.rules).spec
+    # devices with rows of their own each need the whole width; the others share it
+    shared = tuple(a for a in sharding.mesh_axes("mlp", mesh, self.rules) if a not in sharding.mesh_axes("batch", mesh, self.rules))
+    none, wide, high = PartitionSpec(), PartitionSpec(None, None, shared), PartitionSpec(None, shared)
+    specs = (rows, none, wide, wide, high)
+    parts = lambda *args: jax.lax.psum(mix(*args), shared)  # noqa: E731
     return jax.shard_map(parts, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(y, router, *weights)
 
 

@@ -11,7 +11,6 @@ import json
 import math
 import pathlib
 import shutil
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +109,7 @@ def check(folder: pathlib.Path, model: Transformer) -> Headers:
   return headers
 
 
-def read(folder: pathlib.Path, model: Transformer, mesh, rules: Mapping = sharding.DEFAULT_RULES) -> dict:
+def read(folder: pathlib.Path, model: Transformer, mesh) -> dict:
   """The parameters of a Hugging Face folder, each on its devices.
 
   Args:
@@ -121,7 +120,7 @@ def read(folder: pathlib.Path, model: Transformer, mesh, rules: Mapping = shardi
   """
   headers = check(folder, model)
   abstract = jax.eval_shape(model.init, jax.random.key(0))
-  places = sharding.param_shardings(abstract, mesh, rules)
+  places = sharding.param_shardings(abstract, mesh, model.rules)
 
   def one(path, leaf, place):
     name = jax.tree_util.keystr(path, simple=True, separator="/")

@@ -162,20 +162,18 @@ class LocalEngine:
     frozen: weights beside them that never change (the base of adapters): on `mesh` already, and not copied.
     config: the fixed shapes.
     mesh: the agent's mesh (default: the first device). Slots are split over it where the number divides.
-    rules: the agent's sharding table.
     version: weight version of `params`.
   """
 
-  def __init__(self, model: Transformer, params, config: EngineConfig, *, mesh=None,
-               rules=sharding.DEFAULT_RULES, version: int = 0, frozen=None):
+  def __init__(self, model: Transformer, params, config: EngineConfig, *, mesh=None, version: int = 0, frozen=None):
     if not config.stop_tokens or not all(0 <= t < model.config.vocab_size for t in config.stop_tokens):
       raise ValueError(f"engine.stop_tokens {config.stop_tokens} must be ids of the vocabulary of {model.config.vocab_size} tokens.")
     self.config, self.stats, self.version = config, EngineStats(), version
-    self._model, self._rules = model, rules
+    self._model = model
     self._mesh = mesh if mesh is not None else sharding.make_mesh({"data": 1})
     self._frozen = frozen
     self._params = self._placed(params)
-    places = _state_shardings(model, config, self._mesh, rules)
+    places = _state_shardings(model, config, self._mesh)
     self._prefill, self._decode, new_state = _programs(model, config, places)
     self._state = new_state()
     self._queue: collections.deque[_Turn] = collections.deque()
@@ -251,7 +249,7 @@ class LocalEngine:
       self._swap_weights()
 
   def _placed(self, params):
-    return lora.join(self._frozen, sharding.place(params, self._mesh, self._rules))
+    return lora.join(self._frozen, sharding.place(params, self._mesh, self._model.rules))
 
   @property
   def pending(self) -> int:
@@ -386,15 +384,15 @@ class LocalEngine:
 # ---- the compiled programs
 
 
-def abstract_state(model: Transformer, config: EngineConfig, mesh, rules=sharding.DEFAULT_RULES) -> dict:
+def abstract_state(model: Transformer, config: EngineConfig, mesh) -> dict:
   """The shapes and places of an engine's device state; `mesh` may be an AbstractMesh."""
-  return _programs(model, config, _state_shardings(model, config, mesh, rules))[2].trace().out_info
+  return _programs(model, config, _state_shardings(model, config, mesh))[2].trace().out_info
 
 
-def lower(model: Transformer, config: EngineConfig, params, mesh, rules=sharding.DEFAULT_RULES) -> dict[str, jax.stages.Lowered]:
+def lower(model: Transformer, config: EngineConfig, params, mesh) -> dict[str, jax.stages.Lowered]:
   """The programs of an engine (prefill: of the largest bucket) for abstract weights."""
-  prefill, decode, _ = _programs(model, config, _state_shardings(model, config, mesh, rules))
-  state = abstract_state(model, config, mesh, rules)
+  prefill, decode, _ = _programs(model, config, _state_shardings(model, config, mesh))
+  state = abstract_state(model, config, mesh)
   return {"prefill": prefill.lower(params, state, _empty_rows(config, config.buckets[-1])), "decode": decode.lower(params, state)}
 
 
@@ -409,8 +407,9 @@ def _empty_rows(config: EngineConfig, bucket: int) -> dict[str, np.ndarray]:
   }
 
 
-def _state_shardings(model, config: EngineConfig, mesh, rules):
+def _state_shardings(model, config: EngineConfig, mesh):
   """Where the device state lies: slots over the data axes if they divide, key/value heads as the weights are."""
+  rules = model.rules
   split = config.slots % sharding.axis_size("slots", mesh, rules) == 0
   slots = "slots" if split else None
   c = model.config
