@@ -154,7 +154,7 @@ def make_update(model, optimizer: optax.GradientTransformation, options: LossOpt
 
   def batch_logprobs(params, batch, frozen):
     return logprobs_lib.token_logprobs(model, lora.join(frozen, params), batch["tokens"], batch["positions"], batch["segment_ids"],
-                                       temperature=options.temperature, chunk=chunk)
+                                       temperature=options.temperature, chunk=chunk, wanted=batch["mask"])
 
   def batch_loss(params, batch, normalizer, frozen=None):
     lp, entropy = batch_logprobs(params, batch, frozen)

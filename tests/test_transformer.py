@@ -172,6 +172,47 @@ def test_value_and_gradient_do_not_depend_on_the_block_size():
   assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(grad_a))
 
 
+@pytest.mark.parametrize("chunk", [2, 3, 11])
+def test_what_is_wanted_decides_what_is_computed_and_not_its_value_or_gradient(chunk):
+  """A vocabulary of 16 times the width: blocks without a wanted token are left out."""
+  config = dataclasses.replace(CONFIG, vocab_size=16 * CONFIG.embed_dim)
+  model, params, tokens = transformer.Transformer(config), make_params(config), random_tokens(SEGMENTS.shape)
+  rng = np.random.default_rng(4)
+
+  @jax.jit
+  def run(params, weigh, wanted):
+    def loss(p, **options):
+      lp, entropy = logprobs.token_logprobs(model, p, tokens, POSITIONS, SEGMENTS, temperature=0.7, chunk=chunk, **options)
+      return jnp.sum(weigh * (lp * jnp.cos(jnp.arange(11.0)) + 0.1 * entropy)), (lp, entropy)
+    return [jax.value_and_grad(loss, has_aux=True)(params, **options) for options in ({}, {"wanted": wanted})]
+
+  for share in (0.0, 0.2, 0.6, 1.0):
+    wanted = rng.random(SEGMENTS.shape) < share
+    ((_, outs), grads), ((_, got_outs), got_grads) = run(params, wanted.astype(np.float32), wanted)
+    for x, y in zip(got_outs, outs):
+      np.testing.assert_allclose(x, np.where(wanted, y, 0) if chunk < 10 else y, atol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), got_grads, grads)
+    assert (max(np.abs(x).max() for x in jax.tree.leaves(got_grads)) > 0) == bool((wanted & (POSITIONS > 0) & (SEGMENTS >= 0)).any())
+
+
+def test_blocks_without_a_wanted_token_are_not_computed():
+  """Counted by what each logits call sees: a callback in the model's place."""
+  seen = []
+
+  class Counting(transformer.Transformer):
+    def logits(self, params, hidden):
+      jax.debug.callback(lambda: seen.append(1))
+      return super().logits(params, hidden)
+
+  config = dataclasses.replace(CONFIG, vocab_size=16 * CONFIG.embed_dim)
+  model, params, tokens = Counting(config), make_params(config), random_tokens(SEGMENTS.shape)
+  wanted = np.zeros(SEGMENTS.shape, bool)
+  wanted[0, [3, 7, 8]] = wanted[1, 2] = True
+  jax.block_until_ready(jax.jit(lambda p: logprobs.token_logprobs(model, p, tokens, POSITIONS, SEGMENTS, chunk=2, wanted=wanted))(params))
+  jax.effects_barrier()
+  assert len(seen) == 2  # row 0 has three: two blocks of two, of five
+
+
 def test_gradient_at_a_vocabulary_of_49152_never_holds_all_logits():
   config = transformer.ModelConfig(vocab_size=49152, num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1,
                                    head_dim=16, mlp_dim=16)
