@@ -72,7 +72,7 @@ class Agent:
     return batch
 
   def publish(self, version: int) -> None:
-    """Give the current parameters to the engine as this version."""
+    """Give the current parameters to the engine as this version: it samples with the same buffers that the next update takes over."""
     self.version = version
     self.engine.set_weights(self.state["params"], version)
 
@@ -168,7 +168,7 @@ def build(name: str, config, mesh, tokenizer, *, bases: dict, tools=None, progre
   model = build_model(name, config, tokenizer, mesh)
   optimizer, options, fns = build_update(name, config, model)
   params, frozen = initial_params(name, config, model, mesh, tokenizer, bases=bases, progress=progress)
-  sampler = engine.LocalEngine(model, params, engine_shapes(name, config, tokenizer.stop_tokens), mesh=mesh, frozen=frozen)
+  sampler = engine.LocalEngine(model, params, engine_shapes(name, config, tokenizer.stop_tokens), mesh=mesh, frozen=frozen, copy=False)
   runtime = controller.AgentRuntime(
     name, sampler, tokenizer, controller.Limits(**a.limits.to_dict()), tools=tools if a.tools else None,
     tool_names=tuple(a.tools), delegates=tuple(a.delegates), system=a.prompt, thinking=config.rollout.thinking)

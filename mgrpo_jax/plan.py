@@ -123,7 +123,7 @@ def plan_agent(name: str, config, model: Transformer, mesh: Mesh | AbstractMesh)
   engine_config = agent_lib.engine_shapes(name, config, stop_tokens=(0,))
   sampler = engine.abstract_state(model, engine_config, mesh)
   weights, cache = device_bytes(params), device_bytes(sampler)
-  held = {"parameters": weights, "optimizer": device_bytes(state["opt_state"]), "sampler's copy": device_bytes(trained), "KV cache": cache}
+  held = {"parameters": weights, "optimizer": device_bytes(state["opt_state"]), "KV cache": cache}
   if "master" in state:
     held["float32 master"] = device_bytes(state["master"])
   if options.kl_coef:

@@ -423,6 +423,19 @@ def test_the_callers_weights_may_be_donated_after_handing_them_over():
   assert content(one(engine, request)) == content(one(reference, request))
 
 
+def test_without_a_copy_it_samples_from_the_callers_buffers():
+  params = jax.tree.map(lambda x: x + 0, weights())
+  engine = LocalEngine(MODEL, params, SHAPES, copy=False)
+  request = ask("a", 0, [3, 4, 5])
+  assert content(one(engine, request)) == content(one(make_local(weights()), request))
+  moved = jax.jit(lambda p: jax.tree.map(lambda x: x * 1, p), donate_argnums=0)(params)  # as an update does
+  with pytest.raises((RuntimeError, ValueError), match="deleted"):
+    one(engine, ask("b", 0, [3]))
+  again = LocalEngine(MODEL, moved, SHAPES, copy=False)
+  again.set_weights(moved, 1)
+  assert content(one(again, request))[1:3] == content(one(make_local(weights()), request))[1:3]
+
+
 def test_impossible_shapes_and_misuse_are_refused():
   with pytest.raises(ValueError, match="must be ascending"):
     dataclasses.replace(SHAPES, buckets=(12, 4))

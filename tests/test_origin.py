@@ -98,6 +98,8 @@ def test_two_agents_of_the_same_weights_hold_them_once(model_folder, tmp_path, f
   for a in team.agents.values():
     assert pointer(a.engine._params["embedding"]) == pointer(bases[0]["embedding"])  # and so do their engines
     assert not {"embedding", "final_norm"} & a.state["params"].keys()
+    learned = jax.tree.leaves(a.state["params"])
+    assert {id(x) for x in learned} < {id(x) for x in jax.tree.leaves(a.engine._params)}  # what is trained is not copied for sampling
   different = config_of(tmp_path, model_folder, **{"agents.search.lora.rank": 0})
   alone = loop.build_team(different, None).agents["search"]
   assert alone.frozen is None and "embedding" in alone.state["params"]

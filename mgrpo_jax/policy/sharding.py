@@ -170,8 +170,11 @@ def abstract(tree, shardings):
   return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
-def place(tree, mesh: Mesh, rules: Mapping = DEFAULT_RULES):
-  """Copies parameters onto a mesh. The result shares no buffer with `tree`, which may be donated afterwards."""
+def place(tree, mesh: Mesh, rules: Mapping = DEFAULT_RULES, *, copy: bool = True):
+  """Parameters on a mesh. The result shares no buffer with `tree`, which may be donated afterwards, unless `copy` is False."""
+  if not copy:
+    return jax.device_put(tree, param_shardings(tree, mesh, rules))
+
   def one(x, sharding):
     moved = jax.device_put(x, sharding, may_alias=False)
     if isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(sharding, x.ndim):

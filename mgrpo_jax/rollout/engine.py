@@ -158,20 +158,23 @@ class LocalEngine:
 
   Args:
     model: what to sample from.
-    params: its weights; copied onto `mesh`, so the caller may donate them.
+    params: its weights; copied onto `mesh`, so the caller may donate them at any time.
+    copy: False uses weights that lie right as they are: no second copy beside the learner's. The caller may donate them
+      only while no turn is being sampled, and then hands over new ones before the next.
     frozen: weights beside them that never change (the base of adapters): on `mesh` already, and not copied.
     config: the fixed shapes.
     mesh: the agent's mesh (default: the first device). Slots are split over it where the number divides.
     version: weight version of `params`.
   """
 
-  def __init__(self, model: Transformer, params, config: EngineConfig, *, mesh=None, version: int = 0, frozen=None):
+  def __init__(self, model: Transformer, params, config: EngineConfig, *, mesh=None, version: int = 0, frozen=None,
+               copy: bool = True):
     if not config.stop_tokens or not all(0 <= t < model.config.vocab_size for t in config.stop_tokens):
       raise ValueError(f"engine.stop_tokens {config.stop_tokens} must be ids of the vocabulary of {model.config.vocab_size} tokens.")
     self.config, self.stats, self.version = config, EngineStats(), version
     self._model = model
     self._mesh = mesh if mesh is not None else sharding.make_mesh({"data": 1})
-    self._frozen = frozen
+    self._frozen, self._copy = frozen, copy
     self._params = self._placed(params)
     places = _state_shardings(model, config, self._mesh)
     self._prefill, self._decode, new_state = _programs(model, config, places)
@@ -249,7 +252,7 @@ class LocalEngine:
       self._swap_weights()
 
   def _placed(self, params):
-    return lora.join(self._frozen, sharding.place(params, self._mesh, self._model.rules))
+    return lora.join(self._frozen, sharding.place(params, self._mesh, self._model.rules, copy=self._copy))
 
   @property
   def pending(self) -> int:
