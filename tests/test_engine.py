@@ -354,6 +354,39 @@ def test_stats_count_real_work_and_padding():
   assert engine.stats.prefill_tokens == 33 + 3
 
 
+def test_rollouts_of_one_prompt_prefill_it_once_and_sample_what_each_would_alone():
+  """Twice the slots' worth of conversations on two prompts, one of several chunks; then another turn, then new weights."""
+  prompts = {"long": list(range(2, 32)), "short": [5, 6, 7]}
+  names = [(f"{p}{k}", p) for k in range(7) for p in prompts]
+  expected = {}
+  for name, p in names:
+    alone = make_local(weights())
+    expected[name] = [content(one(alone, ask(name, 0, prompts[p]))), content(one(alone, ask(name, 1, [8, 9])))]
+  engine, got = make_local(weights()), {name: [] for name, _ in names}
+  for name, p in names:
+    engine.submit(ask(name, 0, prompts[p]))
+  while engine.pending:
+    for turn in engine.step():
+      got[turn.conversation].append(content(turn))
+      if len(got[turn.conversation]) == 1:
+        engine.submit(ask(turn.conversation, 1, [8, 9]))
+      else:
+        engine.close(turn.conversation)
+  assert got == expected and len({str(turns[0][1]) for turns in got.values()}) > 8
+  later = sum(1 + 2 for _ in names)  # of the second turns: the last sampled token and the new ones
+  # a prompt is prefilled again only when nobody who holds it is left
+  shared = engine.stats.prefill_tokens - later
+  assert engine.stats.copied_tokens + shared == 7 * 33 and shared <= 3 * 33, engine.stats
+  assert not engine._prompts
+  engine.set_weights(weights(1), 1)
+  for name in ("a", "b"):
+    engine.submit(ask(name, 0, prompts["long"]))
+  engine.step()
+  engine.set_weights(weights(2), 2)
+  drain(engine)  # what the old weights computed is not handed on
+  assert content(one(engine, ask("c", 0, prompts["long"])))[1:3] == content(one(make_local(weights(2), 2), ask("c", 0, prompts["long"])))[1:3]
+
+
 def test_the_loop_ends_when_every_turn_has_ended():
   engine = make_local(weights())
   one(engine, ask("a", 0, [3, 4], most=3))

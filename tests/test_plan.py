@@ -48,7 +48,7 @@ def test_what_is_held_is_what_a_hand_computes():
   assert got.active == got.parameters - 40 * 16  # the embedding is looked up, the head multiplied
   weights = 4 * ((2 * 40 * 16 + 3 * layer) // 4 + norms)
   cache = 3 * 2 * (8 // 4) * (2 // 2) * 64 * 8 * 2  # layers, k and v, slots, heads, length, size, bytes
-  per_slot = (8 // 4) * (4 * 5 + 8 + 1)  # five numbers, a key, a flag
+  per_slot = (8 // 4) * (4 * 5 + 8 + 1 + 2 * 4 * 16)  # five numbers, a key, a flag, two hidden states
   # Adam and the warm-up count the updates
   assert got.held == {"parameters": weights, "optimizer": 2 * weights + 2 * 4, "KV cache": cache + per_slot}
   assert got.flops["sampled"] == 2 * got.active + 4 * 3 * 4 * 8 * 32

@@ -3,7 +3,8 @@
 A conversation takes a slot at its first turn and keeps it, with its cache, until it is closed. A turn appends
 tokens (prompt or observation), then samples until the stop token or a budget. What a turn gives depends on its own
 conversation alone, bit for bit: not on the slot, the neighbours, the order of submission or the decode chunk. So
-every shape is fixed beforehand, and a turn's prefill is cut by its own length only.
+every shape is fixed beforehand, and a turn's prefill is cut by its own length only. Conversations that begin with the
+same prompt (the K rollouts of a question) prefill it once: the others get a copy of its cache.
 
 Letters: S cache slots, R rows of one prefill call, P tokens of one bucket, C iterations of one decode call.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Protocol
 
 import jax
@@ -129,6 +131,7 @@ class EngineStats:
   sampled_tokens: int = 0
   prefill_tokens: int = 0
   prefill_padded: int = 0
+  copied_tokens: int = 0
   decode_iterations: int = 0
   steps: int = 0
   slots_used: int = 0
@@ -138,6 +141,7 @@ class EngineStats:
 class _Conversation:
   tokens: list[int]  # all of them; the cache holds the first `cached`
   cached: int = 0
+  prompt: bytes | None = None  # its first turn's tokens, while the cache holds them as their prefill wrote them
   slot: int | None = None
   turn: _Turn | None = None
 
@@ -177,12 +181,13 @@ class LocalEngine:
     self._frozen, self._copy = frozen, copy
     self._params = self._placed(params)
     places = _state_shardings(model, config, self._mesh)
-    self._prefill, self._decode, new_state = _programs(model, config, places)
+    self._prefill, self._copy_prompt, self._begin, self._decode, new_state = _programs(model, config, places)
     self._state = new_state()
     self._queue: collections.deque[_Turn] = collections.deque()
     self._running: dict[int, _Turn] = {}  # by slot
     self._free = list(range(config.slots))
     self._conversations: dict[str, _Conversation] = {}
+    self._prompts: dict[bytes, _Conversation] = {}  # who holds a prompt that others may copy
     self._done: list[FinishedTurn] = []
     self._in_flight = None
     self._next_weights = None
@@ -207,24 +212,27 @@ class LocalEngine:
     if self._next_weights is not None and not self._running:
       self._swap_weights()
     started = self._start_turns() if self._next_weights is None else []
-    prefilled = self._prefill_turns(started)
+    own, followers = self._share_prompts(started)
+    self._prefill_turns(own)
+    for part in _parts(followers, self.config.prefill_rows):
+      self._run_copy(part)
+    begun = self._begin_turns(started)
     decoded = None
     if self._running:
       self._state, decoded = self._decode(self._params, self._state)
-    self._in_flight = (prefilled, decoded)
+    self._in_flight = (begun, decoded)
     self.stats.steps += 1
     self.stats.slots_used = max(self.stats.slots_used, self.config.slots - len(self._free))
 
   def fetch(self) -> list[FinishedTurn]:
     if self._in_flight is None:
       raise RuntimeError("fetch was called before dispatch.")
-    (prefilled, decoded), self._in_flight = self._in_flight, None
-    outputs, decoded = jax.device_get(([out for _, out in prefilled], decoded))
-    for (turns, _), (tokens, probs) in zip(prefilled, outputs, strict=True):
+    (begun, decoded), self._in_flight = self._in_flight, None
+    outputs, decoded = jax.device_get(([out for _, out in begun], decoded))
+    for (turns, _), (tokens, probs) in zip(begun, outputs, strict=True):
       for row, turn in enumerate(turns):
-        if turn is not None:
-          turn.tokens.append(int(tokens[row]))
-          turn.logprobs.append(float(probs[row]))
+        turn.tokens.append(int(tokens[row]))
+        turn.logprobs.append(float(probs[row]))
     if decoded is not None:
       self._collect(*decoded)
     done, self._done = sorted(self._done, key=lambda t: t.id), []
@@ -262,6 +270,8 @@ class LocalEngine:
     """Compiles every program; afterwards no request, temperature or length compiles anything."""
     for bucket in self.config.buckets:
       self._run_prefill([], bucket)
+    self._run_copy([])
+    self._run_begin([])
     self._state, out = self._decode(self._params, self._state)
     jax.block_until_ready(out)
 
@@ -303,24 +313,40 @@ class LocalEngine:
     self._queue = waiting
     return started
 
-  def _prefill_turns(self, turns: list[_Turn]):
-    """Runs the prefill of some turns; [(turn or None per row, (tokens, logprobs))] of the calls that sample."""
+  def _share_prompts(self, turns: list[_Turn]) -> tuple[list[_Turn], list[tuple[_Conversation, _Conversation]]]:
+    """(turns that must be prefilled, pairs of a conversation and the one whose prompt it can copy)."""
+    own, followers = [], []
+    for turn in turns:
+      conversation = turn.conversation
+      if conversation.cached or len(conversation.tokens) > len(turn.appended):  # no first turn, or after a change of weights
+        own.append(turn)
+        continue
+      conversation.prompt = turn.appended.tobytes()
+      donor = self._prompts.setdefault(conversation.prompt, conversation)
+      if donor is conversation:
+        own.append(turn)
+      else:
+        followers.append((conversation, donor))
+    return own, followers
+
+  def _prefill_turns(self, turns: list[_Turn]) -> None:
+    """Brings the caches of started turns up to their last token."""
     todo = [(turn, self._chunks(turn.conversation)) for turn in turns]
-    outputs = []
     while todo:
       by_bucket = collections.defaultdict(list)
       for turn, chunks in todo:
         start, stop, bucket = chunks.pop(0)
-        by_bucket[bucket].append((turn, start, stop, not chunks))
+        by_bucket[bucket].append((turn.conversation, start, stop))
       todo = [(turn, chunks) for turn, chunks in todo if chunks]
       for bucket, rows in sorted(by_bucket.items()):
-        for i in range(0, len(rows), self.config.prefill_rows):
-          group = rows[i : i + self.config.prefill_rows]
-          out = self._run_prefill(group, bucket)
-          outputs.append(([turn if last else None for turn, _, _, last in group], out))
+        for part in _parts(rows, self.config.prefill_rows):
+          self._run_prefill(part, bucket)
+
+  def _begin_turns(self, turns: list[_Turn]):
+    """Samples the first token of started turns: [(turns, (tokens, logprobs))]."""
     for turn in turns:
       turn.conversation.cached = len(turn.conversation.tokens)
-    return outputs
+    return [(part, self._run_begin(part)) for part in _parts(turns, self.config.prefill_rows)]
 
   def _chunks(self, conversation) -> list[tuple[int, int, int]]:
     """(start, stop, bucket) of what the cache lacks: whole largest buckets, then the smallest that holds the rest."""
@@ -331,20 +357,35 @@ class LocalEngine:
       start += largest
     return chunks + [(start, end, next(b for b in self.config.buckets if b >= end - start))]
 
-  def _run_prefill(self, rows, bucket: int):
-    """rows: (turn, start, stop, whether this chunk is the turn's last); the other rows of the call are empty."""
-    host = _empty_rows(self.config, bucket)
-    for i, (turn, start, stop, last) in enumerate(rows):
-      tokens, request = turn.conversation.tokens, turn.request
-      host["slot"][i], host["start"][i], host["valid"][i] = turn.conversation.slot, start, stop - start
+  def _run_prefill(self, rows, bucket: int) -> None:
+    """rows: (conversation, start, stop); the other rows of the call are empty."""
+    host = _prefill_rows(self.config, bucket)
+    for i, (conversation, start, stop) in enumerate(rows):
+      tokens = conversation.tokens
+      host["slot"][i], host["start"][i], host["valid"][i] = conversation.slot, start, stop - start
       host["tokens"][i, : stop - start] = tokens[start:stop]
       host["prev"][i] = tokens[start - 1] if start else -1
-      host["last"][i], host["key"][i], host["turn"][i] = last, request.key, request.turn
-      host["temperature"][i] = request.temperature
-      host["budget"][i] = min(request.max_new_tokens, self.config.max_length - len(tokens))
+      host["prompt"][i] = conversation.prompt is not None and not conversation.cached
     self.stats.prefill_tokens += int(host["valid"].sum())
     self.stats.prefill_padded += host["tokens"].size if rows else 0
-    self._state, out = self._prefill(self._params, self._state, host)
+    self._state = self._prefill(self._params, self._state, host)
+
+  def _run_copy(self, rows) -> None:
+    """rows: (conversation, the one that holds its prompt)."""
+    to, source = np.full(self.config.prefill_rows, self.config.slots, np.int32), np.zeros(self.config.prefill_rows, np.int32)
+    for i, (conversation, donor) in enumerate(rows):
+      to[i], source[i] = conversation.slot, donor.slot
+      self.stats.copied_tokens += len(conversation.tokens)
+    self._state = self._copy_prompt(self._state, to, source)
+
+  def _run_begin(self, turns: Sequence[_Turn]):
+    host = _begin_rows(self.config)
+    for i, turn in enumerate(turns):
+      tokens, request = turn.conversation.tokens, turn.request
+      host["slot"][i], host["length"][i], host["before"][i] = turn.conversation.slot, len(tokens), tokens[-1]
+      host["key"][i], host["turn"][i], host["temperature"][i] = request.key, request.turn, request.temperature
+      host["budget"][i] = min(request.max_new_tokens, self.config.max_length - len(tokens))
+    self._state, out = self._begin(self._params, self._state, host)
     return out
 
   def _collect(self, tokens, probs, emitted, active, iterations) -> None:
@@ -377,11 +418,14 @@ class LocalEngine:
     if conversation.slot is not None:
       self._free.append(conversation.slot)
       conversation.slot = None
+    if self._prompts.get(conversation.prompt) is conversation:
+      del self._prompts[conversation.prompt]
 
   def _swap_weights(self) -> None:
     (self._params, self.version), self._next_weights = self._next_weights, None
+    self._prompts.clear()
     for conversation in self._conversations.values():
-      conversation.cached = 0  # what old weights wrote is worth nothing: prefill everything at the next turn
+      conversation.cached, conversation.prompt = 0, None  # what old weights wrote is worth nothing: prefill everything at the next turn
 
 
 # ---- the compiled programs
@@ -389,24 +433,36 @@ class LocalEngine:
 
 def abstract_state(model: Transformer, config: EngineConfig, mesh) -> dict:
   """The shapes and places of an engine's device state; `mesh` may be an AbstractMesh."""
-  return _programs(model, config, _state_shardings(model, config, mesh))[2].trace().out_info
+  return _programs(model, config, _state_shardings(model, config, mesh))[-1].trace().out_info
 
 
 def lower(model: Transformer, config: EngineConfig, params, mesh) -> dict[str, jax.stages.Lowered]:
   """The programs of an engine (prefill: of the largest bucket) for abstract weights."""
-  prefill, decode, _ = _programs(model, config, _state_shardings(model, config, mesh))
+  prefill, _, _, decode, _ = _programs(model, config, _state_shardings(model, config, mesh))
   state = abstract_state(model, config, mesh)
-  return {"prefill": prefill.lower(params, state, _empty_rows(config, config.buckets[-1])), "decode": decode.lower(params, state)}
+  return {"prefill": prefill.lower(params, state, _prefill_rows(config, config.buckets[-1])), "decode": decode.lower(params, state)}
 
 
-def _empty_rows(config: EngineConfig, bucket: int) -> dict[str, np.ndarray]:
+def _parts(rows: list, size: int) -> list[list]:
+  return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def _prefill_rows(config: EngineConfig, bucket: int) -> dict[str, np.ndarray]:
   """The host's part of a prefill call in which no row is used."""
   r = config.prefill_rows
   return {
-    "slot": np.full(r, config.slots, np.int32), "tokens": np.zeros((r, bucket), np.int32),
-    "prev": np.full(r, -1, np.int32), "start": np.zeros(r, np.int32), "valid": np.zeros(r, np.int32),
-    "last": np.zeros(r, bool), "key": np.zeros((r, 2), np.uint32), "turn": np.zeros(r, np.int32),
-    "temperature": np.ones(r, np.float32), "budget": np.ones(r, np.int32),
+    "slot": np.full(r, config.slots, np.int32), "tokens": np.zeros((r, bucket), np.int32), "prev": np.full(r, -1, np.int32),
+    "start": np.zeros(r, np.int32), "valid": np.zeros(r, np.int32), "prompt": np.zeros(r, bool),
+  }
+
+
+def _begin_rows(config: EngineConfig) -> dict[str, np.ndarray]:
+  """The host's part of a call that begins no turn."""
+  r = config.prefill_rows
+  return {
+    "slot": np.full(r, config.slots, np.int32), "length": np.zeros(r, np.int32), "before": np.zeros(r, np.int32),
+    "key": np.zeros((r, 2), np.uint32), "turn": np.zeros(r, np.int32), "temperature": np.ones(r, np.float32),
+    "budget": np.ones(r, np.int32),
   }
 
 
@@ -425,14 +481,15 @@ def _state_shardings(model, config: EngineConfig, mesh):
 
 @functools.lru_cache(maxsize=16)
 def _programs(model: Transformer, config: EngineConfig, places):
-  """(prefill, decode, new_state), jitted once for all engines of the same shapes on the same mesh.
+  """(prefill, copy_prompt, begin, decode, new_state), jitted once for all engines of the same shapes on the same mesh.
 
-  The device state: cache; per slot `last` (sampled, not yet in the cache), `before` (the token before it),
+  The device state: cache; per slot `hidden` and `prompt_hidden` (the model's output at the last token prefilled, and at
+  the last one of the first turn's prompt), `last` (sampled, not yet in the cache), `before` (the token before it),
   `length` (tokens in the cache), `key`, `temperature`, `left` (tokens that may still be sampled), `active`.
   """
-  slots, chunk = config.slots, config.decode_chunk
+  slots, chunk, width = config.slots, config.decode_chunk, model.config.embed_dim
   cache_place, slot_place, replicated = places
-  names = ("last", "before", "length", "key", "temperature", "left", "active")
+  names = ("hidden", "prompt_hidden", "last", "before", "length", "key", "temperature", "left", "active")
   state_places = {n: slot_place for n in names} | {"cache": cache_place}
 
   def stops(token):
@@ -441,30 +498,41 @@ def _programs(model: Transformer, config: EngineConfig, places):
   def new_state():
     return {
       "cache": model.empty_cache(slots, config.max_length),
+      "hidden": jnp.zeros((slots, width)), "prompt_hidden": jnp.zeros((slots, width)),
       "last": jnp.zeros(slots, jnp.int32), "before": jnp.zeros(slots, jnp.int32),
       "length": jnp.zeros(slots, jnp.int32), "key": jnp.zeros((slots, 2), jnp.uint32),
       "temperature": jnp.ones(slots), "left": jnp.zeros(slots, jnp.int32), "active": jnp.zeros(slots, bool),
     }
 
+  def rows_of(cache, slot):
+    at = (slice(None),) * model.cache_axis + (slot,)
+    return jax.tree.map(lambda x: x.at[at].get(mode="clip"), cache)
+
+  def with_rows(cache, slot, new):
+    at = (slice(None),) * model.cache_axis + (slot,)
+    return jax.tree.map(lambda old, x: old.at[at].set(x, mode="drop"), cache, new)
+
   def prefill(params, state, rows):
     slot, valid = rows["slot"], rows["valid"]
-    at = (slice(None),) * model.cache_axis + (slot,)
-    cache = jax.tree.map(lambda x: x.at[at].get(mode="clip"), state["cache"])
-    hidden, cache = model.forward_cached(params, rows["tokens"], rows["prev"], rows["start"], valid, cache)
-    end = jnp.maximum(valid - 1, 0)[:, None]
-    hidden = jnp.take_along_axis(hidden, end[..., None], axis=1)[:, 0]
-    length = rows["start"] + valid
+    hidden, cache = model.forward_cached(params, rows["tokens"], rows["prev"], rows["start"], valid, rows_of(state["cache"], slot))
+    hidden = jnp.take_along_axis(hidden, jnp.maximum(valid - 1, 0)[:, None, None], axis=1)[:, 0]
+    prompt = jnp.where(rows["prompt"], slot, slots)
+    return state | {"cache": with_rows(state["cache"], slot, cache), "hidden": state["hidden"].at[slot].set(hidden, mode="drop"),
+                    "prompt_hidden": state["prompt_hidden"].at[prompt].set(hidden, mode="drop")}
+
+  def copy_prompt(state, to, source):
+    hidden = state["prompt_hidden"].at[source].get(mode="clip")
+    same = {n: state[n].at[to].set(hidden, mode="drop") for n in ("hidden", "prompt_hidden")}
+    return state | same | {"cache": with_rows(state["cache"], to, rows_of(state["cache"], source))}
+
+  def begin(params, state, rows):
     key = jax.vmap(lambda k, n: jax.random.key_data(jax.random.fold_in(_key(k), n)))(rows["key"], rows["turn"])
-    token, logprob = _sample(model.logits(params, hidden), key, length, rows["temperature"])
+    hidden = state["hidden"].at[rows["slot"]].get(mode="clip")
+    token, logprob = _sample(model.logits(params, hidden), key, rows["length"], rows["temperature"])
     left = rows["budget"] - 1
-    new = {
-      "last": token, "before": jnp.take_along_axis(rows["tokens"], end, axis=1)[:, 0],
-      "length": length, "key": key, "temperature": rows["temperature"], "left": left,
-      "active": rows["last"] & ~stops(token) & (left > 0),
-    }
-    merged = {n: state[n].at[slot].set(x, mode="drop") for n, x in new.items()}
-    merged["cache"] = jax.tree.map(lambda old, x: old.at[at].set(x, mode="drop"), state["cache"], cache)
-    return merged, (token, logprob)
+    new = {n: rows[n] for n in ("before", "length", "temperature")}
+    new |= {"last": token, "key": key, "left": left, "active": ~stops(token) & (left > 0)}
+    return state | {n: state[n].at[rows["slot"]].set(x, mode="drop") for n, x in new.items()}, (token, logprob)
 
   def one_token(params, carry):
     i, state, tokens, logprobs_, emitted = carry
@@ -489,7 +557,8 @@ def _programs(model: Transformer, config: EngineConfig, places):
     return state, (tokens, logprobs_, emitted, state["active"], i)
 
   jit = functools.partial(jax.jit, donate_argnums=1, out_shardings=(state_places, replicated))
-  return jit(prefill), jit(decode), jax.jit(new_state, out_shardings=state_places)
+  return (jax.jit(prefill, donate_argnums=1, out_shardings=state_places), jax.jit(copy_prompt, donate_argnums=0, out_shardings=state_places),
+          jit(begin), jit(decode), jax.jit(new_state, out_shardings=state_places))
 
 
 def _key(data):
