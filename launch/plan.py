@@ -29,7 +29,7 @@ def main(argv):
     raise errors.UserError(f"unknown argument {argv[1]!r}; settings are written --config.KEY=VALUE")
   from mgrpo_jax import validation
 
-  validation.validate(CONFIG.value)
+  validation.validate(CONFIG.value, planned=True)
   os.environ["JAX_PLATFORMS"] = "cpu"  # a plan takes no device, not even one that is there
   from mgrpo_jax import plan
 

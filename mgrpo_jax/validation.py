@@ -23,10 +23,15 @@ OVERLONG = ("max_turns", "context_full", "tool_budget")
 RESERVED = ("host", "metrics", "default")  # names that checkpoints use themselves
 ANY = "any"  # free text, or with a check of its own below
 
+# What config.task.path means for each config.task.name that has no questions of its own
+FILES = {
+  "gaia": "GAIA's metadata JSONL; its terms forbid shipping it", "xbench": "XBench-DeepSearch's CSV, such as DeepSearch-2505.csv",
+  "webwalker": "WebWalkerQA's JSONL"}
+
 # Numbers as intervals (a round bracket leaves its end out), texts as their choices. "*" is the name of any agent.
 RULES: dict[str, str | tuple[str, ...]] = {
   "seed": SEED, "run_dir": ANY,
-  "task.name": ("atlas", "gaia"), "task.path": ANY, "task.test_path": ANY, "task.train_questions": SIZE,
+  "task.name": ("atlas", *FILES), "task.path": ANY, "task.test_path": ANY, "task.train_questions": SIZE,
   "task.validation_questions": SIZE, "task.test_questions": SIZE, "task.seed": SEED,
   "tokenizer.merges": COUNT,
   "method.queries": SIZE, "method.rollouts": "[2, inf)",
@@ -74,17 +79,19 @@ RULES: dict[str, str | tuple[str, ...]] = {
 }
 
 
-def validate(c) -> None:
+def validate(c, *, planned: bool = False) -> None:
   """Refuse what cannot work, with the key and the fix.
 
   Args:
     c: the whole config, a ConfigDict.
+    planned: it will only be planned (launch/plan.py), so the files of its questions may be missing.
 
   Raises:
     UserError: one sentence.
   """
   _check_values(c, check_keys(c))
-  _check_task(c)
+  if not planned:
+    _check_task(c)
   _check_method(c)
   _check_rising("rollout.prefill_buckets", c.rollout.prefill_buckets)
   _check_agents(c)
@@ -200,8 +207,8 @@ def _check_task(c) -> None:
     raise UserError("config.run_dir is empty; name a folder for the run")
   if "://" in c.run_dir:
     raise UserError(f"config.run_dir={c.run_dir!r} must be a folder of this machine (a mounted one is fine)")
-  if c.task.name == "gaia" and not c.task.path:
-    raise UserError("config.task.name='gaia' needs config.task.path=... (GAIA's metadata JSONL; its terms forbid shipping it)")
+  if c.task.name in FILES and not c.task.path:
+    raise UserError(f"config.task.name={c.task.name!r} needs config.task.path=... ({FILES[c.task.name]})")
   if c.task.test_path and not c.task.path:
     raise UserError("config.task.test_path needs config.task.path=..., the questions to train on")
 

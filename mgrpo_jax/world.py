@@ -19,9 +19,13 @@ from mgrpo_jax.errors import UserError, user_input
 from mgrpo_jax.policy import tokenizer as tokenizer_lib
 from mgrpo_jax.rollout import conversation, protocol
 from mgrpo_jax.run_folder import write_bytes
-from mgrpo_jax.tasks import atlas, gaia
+from mgrpo_jax.tasks import atlas, gaia, webwalker, xbench
 from mgrpo_jax.tools import web
 from mgrpo_jax.trajectory import Query
+
+# config.task.name -> (reader of its files, scorer); atlas writes and reads GAIA's format
+SOURCES = {"atlas": (gaia.read, gaia.score_query), "gaia": (gaia.read, gaia.score_query), "xbench": (xbench.read, xbench.score_query),
+           "webwalker": (webwalker.read, webwalker.score_query)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +64,7 @@ def load(config, folder: pathlib.Path | None) -> World:
   pages = atlas.Atlas.load()
   experts = _experts(config)
   with user_input("config.task"):
-    train, validation, test = _gaia_questions(config) if config.task.path else _atlas_questions(config.task, folder)
+    train, validation, test = _file_questions(config) if config.task.path else _atlas_questions(config.task, folder)
   if len(train) < config.method.queries:
     raise UserError(f"there are {len(train)} training questions, fewer than config.method.queries={config.method.queries}")
   local = web.LocalWeb(pages.pages)
@@ -68,7 +72,7 @@ def load(config, folder: pathlib.Path | None) -> World:
   own = build_tokenizer(config, pages)
   tokenizers = {n: origin.tokenizer(origin.find(a.init, n)) or own for n, a in config.agents.items()}
   _check_prompts(config, tokenizers, train, validation, test)
-  return World(train, validation, test, gaia.score_query, tokenizers, tools, functools.partial(_session, local, True), experts,
+  return World(train, validation, test, SOURCES[config.task.name][1], tokenizers, tools, functools.partial(_session, local, True), experts,
                _oracle_answer, _gold_subquestions)
 
 
@@ -126,15 +130,16 @@ def _atlas_questions(task, folder: pathlib.Path | None) -> tuple[list[Query], ..
   return tuple(out)
 
 
-def _gaia_questions(config) -> tuple[list[Query], ...]:
+def _file_questions(config) -> tuple[list[Query], ...]:
   """The file's questions in a seeded order: validation and test are taken off first, the rest is for training."""
   task = config.task
-  queries = _read_scorable(task.path)
-  test = _read_scorable(task.test_path) if task.test_path else []
-  both = {q.id for q in queries} & {q.id for q in test} | {q.question for q in queries} & {q.question for q in test}
+  queries = _read_scorable(task.name, task.path)
+  test = _read_scorable(task.name, task.test_path) if task.test_path else []
+  ids, texts = {q.id for q in queries}, {q.question for q in queries}
+  both = [q.id for q in test if q.id in ids or q.question in texts]
   if both:
     raise UserError(f"config.task.test_path={task.test_path!r} holds {len(both)} questions of config.task.path, such as "
-                    f"{min(both)[:60]!r}: what is trained on cannot test; remove them from one of the files")
+                    f"{min(both)!r}: what is trained on cannot test; remove them from one of the files")
   left_out = queries.attachments_left_out + (test.attachments_left_out if task.test_path else 0)
   random.Random(task.seed).shuffle(queries)
   n_test = 0 if task.test_path else min(task.test_questions, len(queries) // 3)
@@ -152,9 +157,9 @@ def _gaia_questions(config) -> tuple[list[Query], ...]:
   return train, validation, test
 
 
-def _read_scorable(path: str) -> gaia.Questions:
+def _read_scorable(name: str, path: str) -> gaia.Questions:
   """The questions of a file, all with an answer to score by."""
-  queries = gaia.read(pathlib.Path(path).expanduser())
+  queries = SOURCES[name][0](pathlib.Path(path).expanduser())
   if queries.hidden:
     raise UserError(f"{path}: {queries.hidden} of {len(queries)} questions have a hidden answer ('?'), which can neither be trained on "
                     "nor scored here; give GAIA's validation split")
@@ -174,11 +179,11 @@ def _check_prompts(config, tokenizers, train: list[Query], validation: list[Quer
     room = agent.limits.context - agent.limits.answer_reserve
     lengths = [len(conversation.first_prompt(tokenizers[name], q.question, system=agent.prompt)) for q in queries]
     over = sum(n > room for n in lengths)
-    longest, task = max(zip(lengths, (q.question for q in queries)))
+    longest, which = max(zip(lengths, (q.id for q in queries)))
     if not over:
       continue
     kind = "question" if name == MAIN else "subquestion"
-    text = (f"the {kind} {' '.join(task.split())[:60]!r} takes {longest} tokens of config.agents.{name}.limits.context="
+    text = (f"the {kind} {which!r} takes {longest} tokens of config.agents.{name}.limits.context="
             f"{agent.limits.context}, of which answer_reserve={agent.limits.answer_reserve} must stay free")
     if name != MAIN or not config.task.path or all(n > room for n in lengths[: len(train)]):
       raise UserError(f"{text}; raise the context (and config.train.length)")

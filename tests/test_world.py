@@ -1,5 +1,6 @@
 """What a run is about: the user's files, contexts and experts, refused or warned about before anything compiles."""
 
+import base64
 import importlib.util
 import json
 import pathlib
@@ -146,7 +147,7 @@ def test_atlas_questions_are_kept_in_the_run_folder_whole_or_not_at_all(tmp_path
 
 def test_a_context_that_a_question_does_not_fit_is_refused_with_the_longest(tmp_path):
   text = refusal(config_of(agents__main__limits__context=20))
-  assert text.startswith("the question 'What is the ") and "raise the context" in text
+  assert text.startswith("the question 'atlas-") and "raise the context" in text
   assert "tokens of config.agents.main.limits.context=20, of which answer_reserve=12 must stay free" in text
   w = world.load(config_of(), None)
   longest = max(len(w.tokenizers["main"].encode(q.question)) + 3 for q in [*w.train, *w.validation, *w.test])
@@ -243,3 +244,34 @@ def test_weights_to_start_from_that_are_missing_damaged_or_of_another_shape_are_
   (tmp_path / "main.safetensors").write_bytes(b"nonsense")
   with pytest.raises(UserError, match="main.safetensors' is not a whole .safetensors file"):
     check(c, tokenizers)
+
+
+@pytest.mark.parametrize("name, right", [("xbench", "Answer 3"), ("webwalker", "answer  3.")])
+def test_other_benchmarks_files_are_split_and_scored_by_their_own_rules(tmp_path, name, right):
+  path = tmp_path / f"{name}.txt"
+  if name == "xbench":
+    path.write_text("id,prompt,answer,reference_steps,canary\n" + "".join(
+      f"{i},{base64.b64encode(bytes(b ^ 107 for b in f'What is {i}?'.encode())).decode()},"
+      f"{base64.b64encode(bytes(b ^ 107 for b in f'Answer {i}'.encode())).decode()},,k\n" for i in range(12)))
+  else:
+    path.write_text("".join(json.dumps({"question": f"What is {i}?", "answer": f"Answer {i}"}) + "\n" for i in range(12)))
+  loaded = world.load(config_of(task__name=name, task__path=str(path), task__validation_questions=2, task__test_questions=2), None)
+  everything = {q.question: q for q in (*loaded.train, *loaded.validation, *loaded.test)}
+  assert [len(x) for x in (loaded.train, loaded.validation, loaded.test)] == [8, 2, 2] and len(everything) == 12
+  query = everything["What is 3?"]
+  assert loaded.correct(right, query) and not loaded.correct("Answer 4", query)
+  assert loaded.correct("answer 3", query) == (name == "webwalker")
+
+
+@pytest.mark.parametrize("file, arg", [("xbench", None), ("xbench", "paper"), ("webwalker", None), ("webwalker", "paper")])
+def test_their_configs_need_a_file_to_run_and_none_to_be_planned(file, arg):
+  spec = importlib.util.spec_from_file_location(file, ROOT / f"configs/{file}.py")
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  c = module.get_config(arg)
+  validation.validate(c, planned=True)
+  with pytest.raises(UserError, match=f"config.task.name='{file}' needs config.task.path="):
+    validation.validate(c)
+  paper = config_of("paper")
+  same = {n: c.agents[n].model == paper.agents[n].model and c.agents[n].limits == paper.agents[n].limits for n in ("main", "search")}
+  assert set(same.values()) == {arg == "paper"} and (c.method.alignment == paper.method.alignment) == (arg == "paper")

@@ -99,7 +99,7 @@ def score(prediction: str | None, answer: str) -> bool:
   if "," in answer or ";" in answer:
     golds, given = re.split("[,;]", answer), re.split("[,;]", prediction)
     return len(golds) == len(given) and all(_same_element(p, g) for p, g in zip(given, golds, strict=True))
-  return _plain(prediction) == _plain(answer)
+  return plain(prediction) == plain(answer)
 
 
 def score_query(prediction: str | None, query: Query) -> bool:
@@ -135,7 +135,7 @@ def _same_element(given: str, gold: str) -> bool:
   return re.sub(r"\s", "", given).lower() == re.sub(r"\s", "", gold).lower()
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
   return re.sub(r"\s", "", text).lower().translate(str.maketrans("", "", string.punctuation))
 
 
