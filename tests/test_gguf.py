@@ -2,15 +2,21 @@
 
 import functools
 import json
+import pathlib
 import random
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from mgrpo_jax.policy import families, sharding
 from mgrpo_jax.policy import gguf as gguf_lib
+from mgrpo_jax.policy import weights as weights_lib
 from mgrpo_jax.policy.chat import ChatTokenizer
+from mgrpo_jax.policy.transformer import Transformer
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
@@ -239,3 +245,27 @@ def test_its_weights_and_numbers_are_a_135_million_llamas(smollm2):
   assert sum(w.size for w in saved.values()) == 134_515_008 and len(saved) == 272
   assert (config["num_hidden_layers"], config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (30, 9, 3, 64)
   assert config["rope_theta"] == 1e5 and config["rms_norm_eps"] == 1e-5 and config["tie_word_embeddings"]
+
+
+def test_its_logits_are_those_of_transformers(smollm2):
+  """A stored reference (fixtures/make_smollm2.py): transformers' own reading of the same GGUF file."""
+  want = np.load(pathlib.Path(__file__).parent / "fixtures/smollm2_logits.npz")
+  model, mesh = Transformer(families.read_config(smollm2, scan_layers=True)), sharding.make_mesh({"data": 1})
+  params = weights_lib.read(smollm2, model, mesh)
+  rows, length = want["tokens"].shape
+
+  @jax.jit
+  def run(params):
+    hidden = model.forward(params, want["tokens"], np.tile(np.arange(length), (rows, 1)), np.zeros((rows, length), np.int32))
+    logits = model.logits(params, hidden)
+    return logits[..., want["columns"]], jnp.argmax(logits, -1), jax.nn.logsumexp(logits, -1)
+
+  logits, best, lse = run(params)
+  np.testing.assert_allclose(logits, want["logits"], atol=2e-4)
+  np.testing.assert_allclose(lse, want["lse"], atol=2e-4)
+  clear = want["margin"] > 4e-4
+  assert clear.mean() > 0.95 and (np.asarray(best) == want["argmax"])[clear].all()
+  layers = params["layers"]
+  interleaved = layers["q_proj"].reshape(*layers["q_proj"].shape[:-1], 2, -1).swapaxes(-1, -2).reshape(layers["q_proj"].shape)
+  other, _, _ = run(params | {"layers": layers | {"q_proj": interleaved}})  # as the file has them
+  assert np.abs(other - want["logits"]).max() > 1
