@@ -162,8 +162,9 @@ def test_weights_placed_on_another_mesh_share_no_buffer_with_the_original(source
   assert all(x.sharding.is_equivalent_to(s, x.ndim) for x, s in zip(jax.tree.leaves(placed), jax.tree.leaves(expected)))
 
 
-@pytest.mark.parametrize("shape", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "expert": 2, "tensor": 2}])
-@pytest.mark.parametrize("rules", [(), (("mlp", ("fsdp", "tensor")), ("experts", None), ("embed", None), ("vocab", "fsdp"))])
+@pytest.mark.parametrize("shape, rules", [
+  ({"data": 2, "fsdp": 2, "tensor": 2}, ()), ({"fsdp": 2, "expert": 2, "tensor": 2}, ()),
+  ({"data": 2, "fsdp": 2, "tensor": 2}, (("mlp", ("fsdp", "tensor")), ("experts", None), ("embed", None), ("vocab", "fsdp")))])
 def test_experts_routed_on_every_device_for_itself_give_the_value_and_gradient_of_one_device(shape, rules):
   config = dataclasses.replace(CONFIG, num_experts=4, experts_per_token=2, expert_dim=8, scan_layers=True, num_layers=2, remat="full")
 
