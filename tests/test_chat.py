@@ -61,6 +61,26 @@ def by_hand(messages, generate=True):
   return text + ("<|im_start|>assistant\n" if generate else "")
 
 
+THINKS = CHATML.replace("<|im_start|>assistant\\n", "<|im_start|>assistant\\n<think>\\n")  # opens the thought itself
+
+
+@pytest.mark.parametrize("strips", [False, True])
+def test_a_thought_that_the_template_opens_is_read_taught_and_shown_with_its_tag(make, strips):
+  tok = make(THINKS.replace("message['content'] +", "(message['content'].split('</think>')[-1] if message['role'] == 'assistant' else message['content']) +")
+             if strips else THINKS)
+  assert (tok.lead, TOK.lead) == ("<think>\n", "")
+  turns = conversation.demonstration_turns(tok, "Where?", [(f"<thinking>so</thinking>{LOOK}", "there"), (RESULT, None)])
+  texts = [conversation.sampled_text(tok, t) for t in turns]
+  assert texts == [f"<think>\nso\n</think>\n\n{LOOK}", f"<think>\n\n</think>\n\n{RESULT}"]
+  parsed = [protocol.parse_turn(t, thinking="required") for t in texts]
+  assert parsed[0].thinking == "so" and parsed[0].call.name == "look" and parsed[1].result == "Lima"
+  assert tok.decode(turns[0].prompt).endswith("<|im_start|>assistant\n<think>\n")
+  assert turns[1].restart == strips
+  whole = "".join(tok.decode(t) for turn in turns[strips:] for t in (turn.prompt, turn.sampled))
+  first = ("assistant", f"\n\n{LOOK}" if strips else texts[0])
+  assert whole == by_hand([("user", "Where?"), first, ("tool", "there")], generate=False) + f"<|im_start|>assistant\n{texts[1]}<|im_end|>"
+
+
 # ------------------------------------------------------------------------------------------- the tokenizer
 
 

@@ -42,6 +42,7 @@ class ChatTokenizer:
     vocab_size: ids that have a token.
     embedding_size: rows of the model's embedding as its config.json says (else vocab_size); never smaller.
     end_of_turn: id that the template puts after what the assistant wrote.
+    lead: the opening tag of a thought, if the template's header of a turn already ends with one ("<think>\\n"), else "".
     stop_tokens: ids that end a turn: `end_of_turn`, the tokenizer's eos and those of generation_config.json.
     fingerprint: hash of everything that decides what messages and texts become: equal prints, equal tokenizers.
 
@@ -208,7 +209,8 @@ class ChatTokenizer:
   def _check_template(self) -> None:
     """Finds the token that ends a turn; a template that cannot show a question and its answer is refused."""
     asked = [_message("user", "x")]
-    self.render(asked)
+    opened = re.search(r"<(think|thinking)>\s*$", self.render(asked))
+    self.lead = opened[0] if opened else ""
     text = self.render([*asked, _message("assistant", _PROBE)], generate=False)
     if _PROBE not in text:
       raise ValueError(f"the chat template of {self.folder} does not show what the assistant wrote")

@@ -12,6 +12,7 @@ its own, and what was sampled before is trained where it was sampled.
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 
@@ -43,7 +44,7 @@ class Conversation:
     written = sampled_text(tok, turn)
     messages = (*self.messages, {"role": "assistant", "content": written}, tok.observation(text))
     shown = tok.render(messages)
-    before = self.shown + tok.mask(written) + (tok.decode(turn.sampled[-1:]) if stopped else "")
+    before = self.shown + tok.mask(written.removeprefix(tok.lead)) + (tok.decode(turn.sampled[-1:]) if stopped else "")
     restart = not shown.startswith(before)
     prompt = tok.encode_rendered(shown if restart else shown[len(before):])
     return Conversation(tok, prompt, restart, messages, shown)
@@ -80,9 +81,13 @@ def observation_prompt(tokenizer, text: str, *, close_turn: bool = False) -> np.
 
 
 def sampled_text(tokenizer, turn: Turn) -> str:
-  """The text of a sampled turn, without its stop token."""
+  """The text of a sampled turn, without its stop token, after the thought's tag that a template may have opened for it."""
   ids = turn.sampled[:-1] if turn.finish == "stop" else turn.sampled
-  return tokenizer.decode([int(i) for i in ids])
+  return _lead(tokenizer) + tokenizer.decode([int(i) for i in ids])
+
+
+def _lead(tokenizer) -> str:
+  return tokenizer.lead if isinstance(tokenizer, ChatTokenizer) else ""
 
 
 def demonstration_turns(tokenizer, task: str, turns, *, system: str = "") -> list[Turn]:
@@ -94,6 +99,9 @@ def demonstration_turns(tokenizer, task: str, turns, *, system: str = "") -> lis
   end = tokenizer.end_of_turn
   now, out = begin(tokenizer, task, system=system), []
   for written, observation in turns:
+    if lead := _lead(tokenizer):  # the template has opened the thought, so the policy writes the rest of it
+      thought = re.match(r"\s*<(thinking|think)>(.*?)</\1>\s*", written, re.DOTALL)
+      written = f"{thought[2].strip() if thought else ''}\n</{lead.strip()[1:]}\n\n{written[thought.end() if thought else 0:]}"
     ids = np.asarray([*tokenizer.encode(written), end], np.int32)
     out.append(Turn(now.prompt, ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), restart=now.restart))
     if observation is not None:
