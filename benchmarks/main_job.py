@@ -2,6 +2,7 @@
 
     for s in 0 1 2; do python launch/train.py --config=configs/gaia.py --config.seed=$s --config.run_dir=runs/main-s$s; done
     python benchmarks/main_job.py runs/main-s0 runs/main-s1 runs/main-s2
+    python benchmarks/main_job.py runs/smollm2 --name=smollm2
 
 Reads what the runs left (evaluations/*.json, metrics.jsonl); writes benchmarks/results/NAME.json, NAME.png, NAME.md.
 Intervals: per run, paired bootstrap over questions; over all runs, bootstrap over seeds and questions.
@@ -18,6 +19,7 @@ from mgrpo_jax.report import curves
 
 HERE = pathlib.Path(__file__).resolve().parent / "results"
 PAIRS = (
+  ("warm start", "as it came"),
   ("trained", "warm start"),
   ("only main trained", "warm start"),
   ("only search trained", "warm start"),
@@ -47,8 +49,9 @@ def main():
     result, config = (json.loads((run / f).read_text()) for f in ("results.json", "config.json"))
     log = metrics.read_metrics(run)
     out["runs"].append({
-      "seed": config["seed"], "best_step": result["best_step"], "evaluations": result["evaluations"], "gains": result["gains"],
+      "seed": config["seed"], "best_step": result["best_step"], "steps": result["steps"], "evaluations": result["evaluations"], "gains": result["gains"],
       "validation": [[r["step"], r["eval/validation/accuracy"]] for r in log if "eval/validation/accuracy" in r],
+      "log_ratio_abs": {n: [r.get(f"train/{n}/log_ratio_abs") for r in log if r["step"] > 0] for n in config["agents"]},
       "seconds_per_step": float(np.median([r["time/total"] for r in log if r["step"] > 0])),
       "programs_compiled_in_steps": int(sum(r["compile/programs"] for r in log if r["step"] > 0))})
   for a, b in PAIRS:
@@ -64,7 +67,7 @@ def main():
   (HERE / f"{args.name}.json").write_text(json.dumps(out, indent=1) + "\n")
   (HERE / f"{args.name}.md").write_text(f"    {out['command']}\n\n" + "\n".join(lines) + "\n")
   curves.learning_curve({f"{len(args.runs)} seeds": [run / "metrics.jsonl" for run in args.runs]}, HERE / f"{args.name}.png",
-                        title="configs/gaia.py: validation accuracy and rewards")
+                        title=f"{args.name}: validation accuracy and rewards")
   print("\n".join(lines))
 
 
