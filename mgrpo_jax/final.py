@@ -111,8 +111,9 @@ class _Asker:
     path = evaluation_file(self.folder, name)
     if baseline:
       self.baseline_of[name] = baseline
+    step = self.step if "trained" in name else 0  # what a run began with is the same whatever was learned
     kept = json.loads(path.read_text()) if path.exists() else {}
-    if kept.get("step") == self.step and kept.get("ids") == [q.id for q in queries]:
+    if kept.get("step") == step and kept.get("ids") == [q.id for q in queries]:
       self.done[name] = kept
       return
     for n, agent in self.team.agents.items():
@@ -120,7 +121,7 @@ class _Asker:
     with metrics.Progress(len(queries), f"test: {name}") as bar:
       result = evaluation.evaluate(runtimes or self.team.runtimes, queries, self.team.world.correct, main=main,
                                    stand_ins=stand_ins, progress=lambda _: bar.update(1), **self.team.tool_options)
-    self.done[name] = {"step": self.step, "ids": result.ids, "correct": [int(c) for c in result.correct],
+    self.done[name] = {"step": step, "ids": result.ids, "correct": [int(c) for c in result.correct],
                        "levels": result.levels, "summary": result.summary()}
     write_json(path, self.done[name])
 
