@@ -334,7 +334,8 @@ def test_the_traceback_is_there_for_those_who_ask(launch):
 def test_ctrl_c_says_how_to_go_on(tmp_path, launch):
   command = [sys.executable, str(tmp_path / "launch.py"), f"--config={tmp_path / 'config.py'}"]
   child = subprocess.Popen(
-    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"WHAT": "wait"}
+    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"WHAT": "wait"},
+    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests started in the background ignore it
   )
   assert child.stdout.readline() == "waiting\n"
   time.sleep(0.1)
